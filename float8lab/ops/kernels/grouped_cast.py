@@ -332,8 +332,8 @@ def _cast_groups_kernel(  # noqa: PLR0915
                 else:
                     if PER_ROW:
                         first = group * ROWS if plan_ptr is None else 0
-                        factor_ptrs = given_ptr + first + row + local
-                        encode = tl.load(factor_ptrs, mask=row + local < limit, other=1.0)[:, None]
+                        row_factors = given_ptr + first + row + local
+                        encode = tl.load(row_factors, mask=row + local < limit, other=1.0)[:, None]
                     q = saturate(x * encode, x, fp8)
                     _common.store_tile(q_ptr, q, row + local, columns, limit, COLUMNS)
         if q_t_ptr is not None:
@@ -346,9 +346,9 @@ def _cast_groups_kernel(  # noqa: PLR0915
                 x0, x1 = nan_for_infinity(widen(x0), fp8), nan_for_infinity(widen(x1), fp8)
                 x2, x3 = nan_for_infinity(widen(x2), fp8), nan_for_infinity(widen(x3), fp8)
             elif PER_ROW:
-                factor_ptrs = given_ptr + ALL_ROWS + group * COLUMNS + columns
+                column_factors = given_ptr + ALL_ROWS + group * COLUMNS + columns
                 mask = (columns < COLUMNS) & (group < E)
-                encode = tl.load(factor_ptrs, mask=mask, other=1.0)[None, :]
+                encode = tl.load(column_factors, mask=mask, other=1.0)[None, :]
             packed = _common.pack_scaled(x0, x1, x2, x3, encode, fp8)
             words = start_t // 4 + word
             _common.store_words(q_t_ptr, packed, words, columns, ACROSS, COLUMNS, limit_t)

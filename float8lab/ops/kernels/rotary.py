@@ -11,7 +11,7 @@ from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import rotary as reference
 
 _ELEMENTS = 4096
-"""Elements that a program rotates: all features of some heads of a token."""
+"""How many elements a program rotates: all features of some heads of a token."""
 
 
 @launched
@@ -37,11 +37,11 @@ def _rotate_kernel(
     else:
         first, second = pairs, R // 2 + pairs
     inside = pairs < R // 2
-    at = a * stride_ca + b * stride_cb
-    cos1 = tl.load(cos_ptr + at + first, mask=inside, other=0.0)[None, :]
-    cos2 = tl.load(cos_ptr + at + second, mask=inside, other=0.0)[None, :]
-    sin1 = tl.load(sin_ptr + at + first, mask=inside, other=0.0)[None, :]
-    sin2 = tl.load(sin_ptr + at + second, mask=inside, other=0.0)[None, :]
+    offset = a * stride_ca + b * stride_cb
+    cos1 = tl.load(cos_ptr + offset + first, mask=inside, other=0.0)[None, :]
+    cos2 = tl.load(cos_ptr + offset + second, mask=inside, other=0.0)[None, :]
+    sin1 = tl.load(sin_ptr + offset + first, mask=inside, other=0.0)[None, :]
+    sin2 = tl.load(sin_ptr + offset + second, mask=inside, other=0.0)[None, :]
     mask = (heads < H) & inside[None, :]
     x1 = tl.load(t_ptrs + first[None, :] * stride_td, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(t_ptrs + second[None, :] * stride_td, mask=mask, other=0.0).to(tl.float32)
