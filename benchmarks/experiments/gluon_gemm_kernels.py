@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from float8lab.ops.kernels._tma import async_load
-from float8lab.ops.kernels.hopper_gemm import tile_position, store_rows
+from float8lab.ops.kernels.hopper_gemm import store_rows, tile_position
 
 __all__ = ["gemm"]
 
