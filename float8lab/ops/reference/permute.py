@@ -180,8 +180,8 @@ gather_rows_op = declare(
 
 
 def row_tokens(row_map: Tensor, rows: int | torch.SymInt) -> Tensor:
-    """The token that goes to each row, ``[rows]`` int32, or -1 where none does."""
-    # Bytes move as they are, and rows that no token fills are zeros.
+    """Return the token that goes to each row, ``[rows]`` int32, or -1 for an empty row."""
+    # ``scatter_rows_op`` moves bytes unchanged, and leaves zeros in rows that no token fills.
     count = row_map.shape[0]
     numbers = torch.arange(1, count + 1, dtype=torch.int32, device=row_map.device)
     moved = scatter_rows_op(numbers.view(torch.uint8).view(count, 4), row_map, rows)[0]
