@@ -43,7 +43,7 @@ class FlashWindow(NamedTuple):
 
 
 def flash_window(Sq: int, Sk: int, window: Sequence[int], *, packed: bool) -> FlashWindow | None:
-    """Convert a window of ``reference.fp8_attention`` for flash attention; None if it has no such.
+    """Convert a window of ``fp8_attention`` to one of flash attention; None if it has none such.
 
     Args:
         Sq: the number of queries, of the longest sequence if ``packed``; likewise Sk of keys.
@@ -67,7 +67,7 @@ def flash_window(Sq: int, Sk: int, window: Sequence[int], *, packed: bool) -> Fl
 
 
 def is_for_cudnn(Sq: int, Sk: int, window: Sequence[int], *, packed: bool) -> bool:
-    """Whether cuDNN's backward has this window: no limit, or causal from the first key on."""
+    """Whether cuDNN's backward has this window: no limit, or causal and aligned at key 0."""
     left, right, diagonal = window
     return not packed and left < 0 and (right < 0 or (right == 0 and diagonal == Sq - Sk))
 

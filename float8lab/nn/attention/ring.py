@@ -42,7 +42,7 @@ _LARGEST_HEAD = 128
 def takes_ring(query: Tensor, value: Tensor, rules: Rules, sizes: Sizes, ranks: int) -> bool:
     """Whether ranks that share tokens attend to keys and values visit by visit.
 
-    They do without a mask or with a square causal mask, if a kernel returns the logarithms.
+    The mask must be none or square causal, and a kernel must return the logarithms.
     ``sizes`` are those of the unsharded sequences.
     """
     mask = masks.make_mask(rules.mask_type, rules.window, sizes.Sq, sizes.Sk)

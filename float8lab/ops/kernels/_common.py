@@ -149,7 +149,7 @@ def broadcast_scale(scale: Tensor, block: Sequence[int]) -> tuple[Tensor, tuple[
 
 @triton.jit
 def tile_indices(COLUMNS, TILE_M: tl.constexpr, TILE_K: tl.constexpr, tile=None):
-    """Return row and column of a tile (this program's), in tiles; then its rows and columns."""
+    """Return row and column (in tiles) of this program's or a given tile; its rows and columns."""
     tiles_k = tl.cdiv(COLUMNS, TILE_K)
     if tile is None:
         tile = tl.program_id(0)
@@ -321,14 +321,14 @@ def store_words(q_ptr, packed, words, columns, ROWS, COLUMNS, limit):
 
 @triton.jit
 def store_column_sum(sum_ptr, x0, x1, x2, x3, tile_m, columns, K):
-    """Column sums of a tile of words into row ``tile_m`` of a contiguous [row tiles, K] matrix."""
+    """Store column sums of a tile of words in row ``tile_m`` of contiguous [row tiles, K]."""
     x = (widen(x0) + widen(x1)) + (widen(x2) + widen(x3))
     tl.store(sum_ptr + tile_m * K + columns, tl.sum(x, 0), mask=columns < K)
 
 
 @triton.jit
 def record_amax(slot_ptr, bits, slot_bits=None):
-    """Raise a float32 slot to the largest bits of a tile; ``slot_bits`` is the slot, if read."""
+    """Raise a float32 slot to the largest bits of a tile; a caller may know ``slot_bits``."""
     # The slot only grows, so a stale value of it costs at most a needless atomic. NO_DATA is
     # negative as an integer, too, and the bit pattern of NaN is above that of every amax.
     slot = slot_ptr.to(tl.pointer_type(tl.int32), bitcast=True)

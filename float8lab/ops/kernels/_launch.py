@@ -48,7 +48,7 @@ def is_on_current_device(x: Tensor) -> bool:
 def launched(
     function: Callable[..., Any] | None = None, *, language: Any = triton, **options: Sequence[str]
 ) -> Any:
-    """``jit`` for a kernel that the host launches: ``kernel[grid](*args, **constants)``.
+    """Do ``jit`` for a kernel that the host launches: ``kernel[grid](*args, **constants)``.
 
     ``language`` is Triton, or its Gluon; ``options`` are those of its ``jit``.
     """
@@ -130,8 +130,8 @@ def _launcher_of(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     run, handle = kernel.run, kernel.function
     after = kernel.packed_metadata, None, None, None
     below = getattr(run, "launch", None)
-    is_other = not triton.__version__.startswith("3.6.")
-    if below is None or is_other or run.global_scratch_size or run.profile_scratch_size:
+    is_other_version = not triton.__version__.startswith("3.6.")
+    if below is None or is_other_version or run.global_scratch_size or run.profile_scratch_size:
         return run, (handle, *after)
     return below, (handle, run.launch_cooperative_grid, run.launch_pdl, None, None, *after)
 

@@ -12,7 +12,7 @@ from the reference are the order of sums and the tensor cores' accumulator (14 b
 
 The second GEMM contracts over the keys, and FP8 operands must be contiguous along a contraction, so
 ``_transpose_values_kernel`` transposes the values first. It also reorders every 16 keys, so that a
-32-bit register has those four probabilities that the tensor cores expect: any order gives the sum.
+32-bit register has the four probabilities that tensor cores expect there; their sum is the same.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _locate(
     Queries, like keys, are three numbers: their start, their start with padding, and their count.
     The blocks are the first; the block after those that LEFT may mask; the first that RIGHT or the
     end may mask; the block after the last; then the first and the last key that query 0 sees. The
-    last two of ``sizes`` are the least number of blocks (all may be masked) and ``_store``'s tokens.
+    last two of ``sizes`` are the least number of blocks, which a mask may hide, and the tokens.
     """
     _, H, G, SQ, SK, earliest, latest, plan_ptr, least, _ = sizes
     if plan_ptr is not None:
@@ -417,7 +417,7 @@ def _split_columns(x, SLICES: gl.constexpr):
 
 @gluon.jit
 def _add_values(x, rescale, exp_sum, out, v_tiles, stage):
-    """Start the GEMM of a tile's probabilities and values, and add to the sum."""
+    """Start the GEMM of a tile's probabilities and values; update the sum of exponentials."""
     # While the tensor cores multiply one slice, the other slice's exponentials are computed.
     ROWS: gl.constexpr = x.shape[0]
     WIDTH: gl.constexpr = v_tiles.shape[1]
@@ -572,7 +572,7 @@ def _store(out_ptr, out, first, heads, sequence, D, sizes):
 def _attention_kernel(
     q_desc,  # [B, H, SQ, D] fp8, in tiles of [GROUP, WIDTH]
     k_desc,  # [B, G, SK, D] fp8, in tiles of [KEYS, WIDTH]
-    v_desc,  # [B, G, DV, SK] fp8, transposed, in tiles of [V_WIDTH, PART]
+    v_desc,  # [B, G, DV, SK] fp8, transposed, in tiles of [V_WIDTH, SLICE]
     q_scale_ptr,  # [1] fp32
     k_scale_ptr,  # [1] fp32
     v_scale_ptr,  # [1] fp32
@@ -584,7 +584,7 @@ def _attention_kernel(
     token_ptr,  # None, or [SQ] int32: the tokens of packed queries
     B, H, G, SQ, SK,
     EARLIEST,  # the first key that query 0 sees; with a plan, as if SK were SQ
-    LATEST,  # the last key that query 0 sees, likewise
+    LATEST,  # the last key that query 0 sees, with a plan like EARLIEST
     DV, scale,
     STAGES: gl.constexpr,
     LEFT: gl.constexpr,  # whether EARLIEST is a limit

@@ -675,7 +675,7 @@ def fp8_attention_backward(
 
 
 def _padded(x: Tensor, size: int, dim: int) -> Tensor:
-    """``x`` with zeros up to ``size`` in a dimension."""
+    """Pad ``x`` with zeros up to ``size`` in a dimension."""
     missing = size - x.shape[dim]
     return torch.nn.functional.pad(x, (0, 0) * (3 - dim) + (0, missing)) if missing else x
 

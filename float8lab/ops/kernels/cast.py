@@ -190,7 +190,7 @@ def write_cast(
     DIVIDE: tl.constexpr,  # factors are decode scales
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile by given factors."""
+    """Cast a tile with given factors, and write it."""
     m = _common.block_index(tile_m * TILE_M, rows, BM, TILE_M)
     # Every thread loads the factor, even where a tensor has only one: with a single load for all
     # threads, casts of matrices took 3 to 6 % longer on an H200.
@@ -454,7 +454,7 @@ def _write_words(
     x0, x1, x2, x3, encode, encode_ptr, words, columns, q_ptr, q_t_ptr, ROWS, COLUMNS,
     PER_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile with one factor, or PER_ROW with those of rows, then columns, at a pointer."""
+    """Write a tile with one factor; if PER_ROW, with those of its rows and columns in memory."""
     dtype: tl.constexpr = q_t_ptr.dtype.element_ty
     if PER_ROW:
         encode = tl.load(encode_ptr + ROWS + columns, mask=columns < COLUMNS, other=1.0)[None, :]

@@ -59,7 +59,7 @@ def _second(pairs, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _max_of_pairs(a, b):
-    """Take the larger of both first and of both second values, by bit pattern: NaN above inf."""
+    """Take the maxima of first values and of second values, by bit pattern: NaN is above inf."""
     return gl.inline_asm_elementwise(
         "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
     )

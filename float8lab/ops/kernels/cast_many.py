@@ -1,4 +1,4 @@
-"""Quantize or cast many matrices at once on the GPU, into tensors that exist.
+"""Quantize or cast many matrices at once on the GPU, into existing tensors.
 
 M rows, K columns of one matrix. The bytes are those of ``quantize`` and ``cast``. The number of
 launches does not depend on the number of matrices: a program takes one tile, looks up in a table

@@ -193,7 +193,7 @@ def _multiply_blocks(
     )
 
 
-# Helpers that give tensors the form that cuBLASLt wants; if they have it, they are returned.
+# Helpers that give a tensor the form that cuBLASLt wants, or return it if it has this form.
 
 
 def _pad(q: Tensor, rows: int, columns: int) -> Tensor:

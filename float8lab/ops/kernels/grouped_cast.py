@@ -489,7 +489,7 @@ def cast_tiles_of_groups(
     matrix: prologues.Matrix, offs: Tensor, options: prologues.Options, *, rowwise: bool,
     column_sum: bool, plan: Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Cast in blocks of one row by ``cast_hopper``, which always writes the transpose."""
+    """Cast groups in blocks of one row by ``cast_hopper``, which always writes the transpose."""
     (M, K), E = prologue_shape(*matrix[:2]), offs.shape[0]
     *results, sums = cast_tiles(
         matrix, options, (M, round_up(K, ALIGN), padded_rows(M, E)),

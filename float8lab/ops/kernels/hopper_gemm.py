@@ -42,7 +42,7 @@ from float8lab.ops.kernels._tma import async_load, async_store
 _ROWS = 128
 _COLUMNS = 256
 HALF = gl.constexpr(64)
-"""Rows that a group of warps multiplies at a time, which one tensor core instruction has."""
+"""Rows that a group of warps multiplies at a time: those of one tensor core instruction."""
 PART = gl.constexpr(128)
 """Columns that a group of warps multiplies at a time; as many as a 128x128 block has."""
 STEP = gl.constexpr(128)
@@ -151,7 +151,7 @@ def _find(tile, schedule, plan_ptr, BAND: gl.constexpr, GROUPS: gl.constexpr):
 def _multiply_quarter(
     a_tile, b_tile, partial, quarter: gl.constexpr, group: gl.constexpr, B_BY_ROW: gl.constexpr
 ):
-    """Multiply a quarter into the registers of ``partial``, whose values are dropped."""
+    """Multiply a quarter into the registers of ``partial``, whose old values are dropped."""
     a = a_tile.slice(HALF * (quarter if B_BY_ROW else group), HALF)
     b = b_tile.slice(PART * (group if B_BY_ROW else quarter), PART).permute((1, 0))
     return warpgroup_mma(a, b, partial, use_acc=False, is_async=True)

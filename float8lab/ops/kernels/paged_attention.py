@@ -49,7 +49,7 @@ F16_RANGE = tl.constexpr(2.0**15)
 def _load_vectors(x_ptr, vectors, inside, D: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr):
     """Load cached vectors; even and odd elements of FP8 vectors come separately, as float16."""
     # For the second GEMM, the tensor cores need keys, not elements, as neighbours. The instruction
-    # that transposes moves two bytes at a time, so FP8 elements stay in pairs until then.
+    # that transposes moves two bytes at once, so FP8 elements stay paired until they are widened.
     PER_WORD: tl.constexpr = 1 if FP8 is None else 2
     columns = tl.arange(0, TILE // PER_WORD)
     mask = inside[:, None] & (columns < D // PER_WORD)[None, :]

@@ -58,7 +58,7 @@ RECIPROCAL = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
 @triton.jit
 def _sigmoid(x):
-    """Use the reciprocal instruction, whose error is 1 ulp; a division takes a dozen."""
+    """Use the instruction for reciprocals (error 1 ulp); a division takes a dozen instructions."""
     y = tl.exp(-x) + 1.0
     if INTERPRETED:
         y = tl.div_rn(1.0, y)
@@ -338,7 +338,7 @@ def tile_for(prologue: str, *, words: bool = False) -> _common.Tile:
 
 
 def has_kernel(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Whether a kernel can; the reference takes float64, single columns and empty inputs."""
+    """Whether a kernel can do this; the reference takes float64, one column, or no elements."""
     # The ptxas of CUDA 12.8, in triton 3.6, crashes for a matrix of one column.
     *rows, columns = prologue_shape(prologue, inputs)
     wide = torch.float64 in (dtype, *(tensor.dtype for tensor in inputs))

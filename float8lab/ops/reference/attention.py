@@ -85,8 +85,8 @@ def _visible(q: Tensor, k: Tensor, window: Sequence[int | torch.SymInt]) -> Tens
 
 def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield the queries and the keys of each packed sequence."""
-    places = (itertools.pairwise(cu.tolist()) for cu in (cu_seqlens_q, cu_seqlens_k))
-    for queries, keys in zip(*places, strict=True):
+    spans = (itertools.pairwise(cu.tolist()) for cu in (cu_seqlens_q, cu_seqlens_k))
+    for queries, keys in zip(*spans, strict=True):
         yield slice(*queries), slice(*keys)
 
 

@@ -71,10 +71,10 @@ def plan_groups(offs: Tensor, rows: int | torch.SymInt) -> Tensor:
     for group, (start, end) in enumerate(zip(starts, stops, strict=True)):
         groups.append([len(tiles), -(-max(end - start, 0) // SPAN), group, 0])
         tiles += [[group, row, end, 0] for row in range(start, end, SPAN)]
-    *groups, (_, beyond, _, _) = groups
+    *groups, (_, padding_tiles, _, _) = groups
     groups.sort(key=lambda group: -group[1])
     unused = padded_rows(int(rows), len(offs)) // SPAN - len(tiles)
-    plan = [*groups, [len(tiles), beyond, 0, 0], *tiles, *[[0] * 4] * unused]
+    plan = [*groups, [len(tiles), padding_tiles, 0, 0], *tiles, *[[0] * 4] * unused]
     return torch.tensor(plan, dtype=torch.int32, device=offs.device)
 
 

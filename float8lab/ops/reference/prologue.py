@@ -110,9 +110,9 @@ def _activate_backward(name: str, h: Tensor, dy: Tensor) -> Tensor:
     if function == "clamped":
         a, b = _clamped_pairs(h)
         dh = torch.stack((dy * (b + 1.0) * _derivative("qgelu", a), dy * _apply("qgelu", a)), -1)
-        beyond = h.abs() > _LIMIT
-        beyond[..., ::2] = h[..., ::2] > _LIMIT
-        return torch.where(beyond, 0.0, dh.view_as(h))
+        is_clamped = h.abs() > _LIMIT
+        is_clamped[..., ::2] = h[..., ::2] > _LIMIT
+        return torch.where(is_clamped, 0.0, dh.view_as(h))
     a, b = h.chunk(2, dim=-1)
     return torch.cat((dy * b * _derivative(function, a), dy * _apply(function, a)), dim=-1)
 

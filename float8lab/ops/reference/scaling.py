@@ -30,12 +30,12 @@ def update_scales_(
     Returns a copy of all factors, ``[S, 2, 4]``: each factor four times, so that the first copy is
     at a multiple of 16 bytes, where cuBLASLt wants a scale.
     """
-    seen = (amax >= 0) & (amax < torch.inf)
-    history.copy_(torch.where(seen, torch.cat((amax[None], history[:-1])), history))
-    steps.add_(seen)
-    chosen = history[0] if most_recent else history.amax(0)
-    encode = encode_from_amax(chosen, fp8_max, power_of_2=power_of_2) * 2.0**-margin
-    due = seen & (chosen > 0) & ((steps - 1) % interval == 0)
+    has_data = (amax >= 0) & (amax < torch.inf)
+    history.copy_(torch.where(has_data, torch.cat((amax[None], history[:-1])), history))
+    steps.add_(has_data)
+    amax_of_history = history[0] if most_recent else history.amax(0)
+    encode = encode_from_amax(amax_of_history, fp8_max, power_of_2=power_of_2) * 2.0**-margin
+    due = has_data & (amax_of_history > 0) & ((steps - 1) % interval == 0)
     factors.copy_(torch.where(due, torch.stack((1.0 / encode, encode)), factors))
     amax.fill_(NO_DATA)
     return factors.t().unsqueeze(2).repeat(1, 1, 4)
