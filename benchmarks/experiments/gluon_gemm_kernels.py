@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from float8lab.ops.kernels._tma import async_load
-from float8lab.ops.kernels.hopper_gemm import place, store_part
+from float8lab.ops.kernels.hopper_gemm import store_rows, tile_position
 
 __all__ = ["gemm"]
 
@@ -49,7 +49,7 @@ def load_tiles(arguments, BAND: gl.constexpr, STAGES: gl.constexpr):
     tiles_m, tiles_n, steps, first, programs = where
     count = 0
     for tile in range(first, tiles_m * tiles_n, programs):
-        m, n = place(tile, tiles_m, tiles_n, BAND)
+        m, n = tile_position(tile, tiles_m, tiles_n, BAND)
         for step in range(steps):
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
@@ -69,7 +69,7 @@ def _multiply_fast(arguments, group: gl.constexpr, BAND: gl.constexpr, STAGES: g
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     count = 0
     for tile in range(first, tiles_m * tiles_n, programs):
-        m, n = place(tile, tiles_m, tiles_n, BAND)
+        m, n = tile_position(tile, tiles_m, tiles_n, BAND)
         sums = gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, LAYOUT)
         for step in range(steps):
             stage = count % STAGES
@@ -84,7 +84,7 @@ def _multiply_fast(arguments, group: gl.constexpr, BAND: gl.constexpr, STAGES: g
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
         row = m * 2 * GROUP_ROWS + group * GROUP_ROWS
         sums = sums * scale
-        store_part(sums, y_desc, y_tiles.index(group), row, n * COLUMNS)
+        store_rows(sums, y_desc, y_tiles.index(group), row, n * COLUMNS)
     tma.store_wait(0)
 
 
@@ -179,7 +179,7 @@ def _multiply_parts(  # noqa: PLR0915
             a = _rows_of(a_tiles.index(0), group, TURNS, HELD)
     count = 0
     for tile in range(first, tiles_m * tiles_n, programs):
-        m, n = place(tile, tiles_m, tiles_n, BAND)
+        m, n = tile_position(tile, tiles_m, tiles_n, BAND)
         left = gl.zeros([GROUP_ROWS, PART], gl.float32, LAYOUT)
         right = gl.zeros([GROUP_ROWS, PART], gl.float32, LAYOUT)
         if BLOCK:
@@ -221,8 +221,8 @@ def _multiply_parts(  # noqa: PLR0915
             left *= scale
             right *= scale
         row = m * 2 * GROUP_ROWS + group * GROUP_ROWS
-        store_part(left, y_desc, y_tiles.index(group), row, n * 2 * PART)
-        store_part(right, y_desc, y_tiles.index(group), row, n * 2 * PART + PART)
+        store_rows(left, y_desc, y_tiles.index(group), row, n * 2 * PART)
+        store_rows(right, y_desc, y_tiles.index(group), row, n * 2 * PART + PART)
     tma.store_wait(0)
 
 
@@ -241,7 +241,7 @@ def _multiply_two(
     rows = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT)) + GROUP_ROWS * group
     count = 0
     for tile in range(first, tiles_m * tiles_n, programs):
-        m, n = place(tile, tiles_m, tiles_n, BAND)
+        m, n = tile_position(tile, tiles_m, tiles_n, BAND)
         sums = gl.zeros([GROUP_ROWS, PART], gl.float32, LAYOUT)
         a_scale_ptrs = a_scale_ptr + m * 2 * GROUP_ROWS + rows
         b_ptr = b_scale_ptr + n * steps
@@ -271,7 +271,7 @@ def _multiply_two(
         if not BLOCK:
             sums *= scale
         row = m * 2 * GROUP_ROWS + group * GROUP_ROWS
-        store_part(sums, y_desc, y_tiles.index(group), row, n * PART)
+        store_rows(sums, y_desc, y_tiles.index(group), row, n * PART)
     tma.store_wait(0)
 
 

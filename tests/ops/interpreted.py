@@ -265,7 +265,7 @@ def check_turned_values() -> None:
         want[..., :SK] = v.view(torch.uint8).mT
         want = want.unflatten(3, (-1, 16))[..., ORDER].flatten(3)
         counter = torch.tensor([7], dtype=torch.int32)
-        got = attention._turn(v, counter, None)
+        got = attention._transpose_values(v, counter, None)
         assert torch.equal(got.view(torch.uint8), want)
         assert counter.item() == 0
 
@@ -417,7 +417,7 @@ def check_writes_to_pages() -> None:
         tokens = torch.stack((row // S, token % S, torch.randperm(B * S), row % P))[:, : B * S - 1]
         for dtype, cache in ((FP32, FP32), (BF16, BF16), (FP32, E4M3), (BF16, E5M2)):
             runs = []
-            for of in (paged_attention, paged_attention.plain):
+            for of in (paged_attention, paged_attention.reference):
                 data, scale = torch.zeros(B * S, G, P, D).to(cache), torch.zeros(B * S, G, P, 1)
                 of.write_pages_(
                     x.to(dtype), data, scale if cache.itemsize == 1 else None, tokens.contiguous()
@@ -433,7 +433,7 @@ def check_merge_attention() -> None:
         lse, seen_lse = torch.randn(B, H, S + 2), torch.randn(B, H, S) * 20
         lse[0, 0, 2], seen_lse[-1, -1, -1] = -torch.inf, -torch.inf
         runs = []
-        for of in (attention, attention.plain):
+        for of in (attention, attention.reference):
             total, logarithm = out.clone(), lse.clone()
             of.merge_attention_(total[:, :, 2:], logarithm[:, :, 2:], seen, seen_lse)
             runs.append((total, logarithm))

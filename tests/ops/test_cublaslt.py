@@ -83,13 +83,13 @@ class Library:
 @pytest.fixture
 def library(monkeypatch):
     fake = Library()
-    cublaslt._chosen.cache_clear()
+    cublaslt._choose_gemm.cache_clear()
     monkeypatch.setattr(cublaslt, "_library", lambda: fake)
     monkeypatch.setattr(cublaslt, "_handle", lambda device: ctypes.c_void_p(9))
     monkeypatch.setattr(cublaslt, "current_stream", lambda device: 7)
     monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
     yield fake
-    cublaslt._chosen.cache_clear()
+    cublaslt._choose_gemm.cache_clear()
 
 
 def operands(m=32, n=48, k=64, a_dtype=E4M3) -> list[Tensor]:
@@ -124,7 +124,7 @@ def test_a_kernel_is_asked_for_once_and_launched_with_addresses(library, bias):
     assert library.layouts[-1] == (14, 48, 32, 48)
     multiply(operands(), bias)
     assert library.asked == 2, "another dtype"
-    cublaslt._chosen.cache_clear()
+    cublaslt._choose_gemm.cache_clear()
     assert library.destroyed == 8
 
 
@@ -159,7 +159,7 @@ def test_where_torch_decides_by_more_than_sizes_it_is_left_to(library, monkeypat
     assert not multiply(operands(a_dtype=torch.float8_e5m2fnuz))[0]
     library.status = 15  # this library has no kernel, or other numbers
     assert not multiply(operands())[0]
-    cublaslt._chosen.cache_clear()
+    cublaslt._choose_gemm.cache_clear()
     library.status = 0
     assert multiply(operands())[0]
 

@@ -112,13 +112,13 @@ def tiles(
 ) -> Any:  # fmt: skip
     rows, columns = reference.prologue_shape(*matrix[:2])
     how = (matrix[:3], (fp8_dtype, (1, size), rule, 0.0), (rows, columns, rows))
-    return lambda: cast_hopper.cast_tiles(*how, write=write, column_sum=column_sum)
+    return lambda: cast_hopper.cast_tiles(*how, rowwise=write, column_sum=column_sum)
 
 
 def tiles_of_groups(matrix: Prologue, rule: str = "fp32", column_sum: bool = True) -> Any:
     ends, how = torch.tensor([100, 256], dtype=torch.int32), (E4M3, (1, 128), rule, 0.0)
     return lambda: grouped_cast.cast_tiles_of_groups(
-        matrix[:3], ends, how, write=True, column_sum=column_sum,
+        matrix[:3], ends, how, rowwise=True, column_sum=column_sum,
         plan=grouped_cast.plan_groups(ends, reference.prologue_shape(*matrix[:2])[0]),
     )  # fmt: skip
 
@@ -729,7 +729,7 @@ def test_launches_can_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
         for kernel, args, constants in launches(call):
             again = Launched(kernel)
             again._remember(compiled, args, constants)
-            left += [] if again._known else [f"{name}: {kernel.fn.__name__}"]
+            left += [] if again._compiled else [f"{name}: {kernel.fn.__name__}"]
     assert left == []
 
 

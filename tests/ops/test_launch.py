@@ -324,7 +324,7 @@ def test_the_number_of_kernels_is_bounded(host, kernel, monkeypatch):
     monkeypatch.setattr(_launch, "_MOST_KERNELS", 4)
     for size in range(2, 30):
         call(kernel, size=size)()
-        assert len(kernel._known) <= 4
+        assert len(kernel._compiled) <= 4
         assert host.went_past_triton(call(kernel, size=size))
 
 

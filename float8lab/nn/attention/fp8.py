@@ -1,9 +1,9 @@
 """Attention in FP8: the cast of q, k and v, and the autograd function.
 
-A recipe with ``fp8_dpa`` (or ``fp8_mha``) asks for it. q, k, v are cast to the recipe's forward
-format, each with one scale per tensor, delayed under ``DelayedScaling``, else from the tensor
-itself by the recipe's scale rule, whatever blocks the recipe gives to linear layers. q, k, v in
-FP8, the output and two float32 per query are saved for backward, whose precision the op chooses.
+A recipe with ``fp8_dpa`` (or ``fp8_mha``) asks for FP8 attention. q, k and v are cast to the
+recipe's forward format with one scale per tensor, whatever blocks the recipe has for linear layers.
+This scale is delayed under ``DelayedScaling``, else made from the tensor by the recipe's rule. FP8
+q, k and v, the output and two float32 per query are saved for backward; its op chooses a precision.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class AttentionPrecision(Precision):
     """The FP8 state of one attention module."""
 
     def slot_formats(self, plan: LinearPlan) -> tuple[list[torch.dtype], list[bool]]:
-        """Formats of q, k and v."""
+        """Return the formats of q, k and v."""
         return [plan.x.fp8_dtype] * 3, [True] * 3
 
     def active_recipe(self) -> Recipe | None:
-        """The recipe in force if it asks for FP8 attention."""
+        """Return the recipe in force if it asks for FP8 attention."""
         recipe = super().active_recipe()
         return recipe if recipe is not None and asks_for_fp8_attention(recipe) else None
 
@@ -61,7 +61,7 @@ def asks_for_fp8_attention(recipe: Recipe) -> bool:
 def why_not_fp8(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, precision: AttentionPrecision
 ) -> str | None:
-    """Why attention stays in high precision; None for a call that Hopper's kernel takes."""
+    """Return why attention stays in high precision; None if Hopper's kernel takes the call."""
     # The kernel's limits hold on a CPU, too. Any other call would have to hold the scores in
     # memory.
     if q.dtype == torch.float64:
@@ -81,7 +81,7 @@ def why_not_fp8(
 
 
 def _why_not_problem(problem: Problem) -> str | None:
-    """Why the kernel does not compute a problem, whatever its sizes."""
+    """Return why the kernel cannot compute a problem, whatever its sizes."""
     mask, packed = problem.mask, problem.packed
     for name, given in (
         ("dropout", problem.dropout or None),
@@ -104,7 +104,7 @@ def _why_not_problem(problem: Problem) -> str | None:
 
 
 class _Settings(NamedTuple):
-    """The op's arguments that are no tensors."""
+    """The arguments of the op that are not tensors."""
 
     window: tuple[int, int, int]
     """The limits of the mask, relative to the last query and the last key."""
@@ -116,13 +116,13 @@ class _Settings(NamedTuple):
 
 
 def _settings_of(q: Tensor, k: Tensor, problem: Problem) -> _Settings:
-    """How the op computes a problem."""
+    """Return the settings with which the op computes a problem."""
     (left, right, diagonal), packed = problem.mask[:3], problem.packed
     longest = q.shape[2], k.shape[2]
     is_packed = packed is not None or problem.mask.kv_padding is not None
     if is_packed or isinstance(diagonal, Tensor) or not problem.mask.has_window:
         diagonal = 0
-    elif longest[0] != longest[1]:  # a compiled graph's sizes would make it symbolic
+    elif longest[0] != longest[1]:  # sizes of a compiled graph would make it symbolic
         diagonal -= longest[1] - longest[0]
     if packed is not None:
         longest = packed[0].longest, packed[1].longest
@@ -130,14 +130,14 @@ def _settings_of(q: Tensor, k: Tensor, problem: Problem) -> _Settings:
 
 
 def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call) -> Attended:
-    """Attention with FP8 GEMMs, for a call that ``why_not_fp8`` has no reason against."""
+    """Compute attention with FP8 GEMMs, for a call that ``why_not_fp8`` does not refuse."""
     packings, settings = _packings(q, k, problem), _settings_of(q, k, problem)
     result = _Attention.run(q, k, v, problem.sink, *packings, settings, call)
     return result if problem.wants_max else (result, None)
 
 
 def _packings(q: Tensor, k: Tensor, problem: Problem) -> tuple[Tensor | None, ...]:
-    """``_packing`` of queries and keys; None and None for keys that are packed as the queries."""
+    """Return ``_packing`` of queries and keys; None for keys that are packed like the queries."""
     packed, padding, kv_padding = problem.packed, problem.mask.q_padding, problem.mask.kv_padding
     sides: tuple[Packed | Tensor, Packed | Tensor]
     if packed is not None:
@@ -146,15 +146,15 @@ def _packings(q: Tensor, k: Tensor, problem: Problem) -> tuple[Tensor | None, ..
         sides, are_alike = (padding, kv_padding), kv_padding is padding
     else:
         return (None,) * 4
-    # Dynamo gives a function no tensor twice.
+    # Dynamo does not pass a tensor twice to a function.
     return *_packing(q, sides[0]), *((None, None) if are_alike else _packing(k, sides[1]))
 
 
 def _packing(x: Tensor, side: Packed | Tensor) -> tuple[Tensor, Tensor | None]:
-    """``cu_seqlens``, and of tokens that do not lie packed the token of each row, ``[T]`` int32.
+    """Return ``cu_seqlens`` and, if ``x`` is not packed yet, the token of each row, ``[T]`` int32.
 
-    Behind the packed rows, it has the bitwise complements of the other tokens. ``side`` are the
-    sequences of ``x``, or says which tokens of each are padding.
+    After the packed rows, it has the bitwise complements of the other tokens. ``side`` holds the
+    sequences of ``x``, or says which tokens are padding.
     """
     if isinstance(side, Tensor):
         is_padding = side.expand(x.shape[0], -1)
@@ -171,12 +171,12 @@ def _packing(x: Tensor, side: Packed | Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _as_one_sequence(x: Tensor, token: Tensor | None) -> Tensor:
-    """``[B, H, S, D]`` as ``[1, H, B * S, D]`` where tokens are packed."""
+    """View ``[B, H, S, D]`` as ``[1, H, B * S, D]`` if tokens are packed."""
     return x if token is None else x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 def _as_batch(x: Tensor, token: Tensor | None, B: int, S: int) -> Tensor:
-    """The inverse."""
+    """Undo ``_as_one_sequence``."""
     return x if token is None else x[0].unflatten(1, (B, S)).transpose(0, 1)
 
 
@@ -185,21 +185,21 @@ _ORDERS = (((0, 2, 1, 3), (0, 2, 1, 3)), ((2, 0, 1, 3), (1, 2, 0, 3)))
 
 
 class HeadRows(NamedTuple):
-    """q, k, v or a gradient, ``[B, H, S, D]``, as a matrix that is cast."""
+    """q, k, v or a gradient, ``[B, H, S, D]``, as a matrix to be cast."""
 
     matrix: Matrix
     shape: Sequence[int]
-    """Four dimensions of the matrix, in their order in memory."""
+    """The four sizes of the matrix, in their order in memory."""
     order: tuple[int, ...]
-    """The permutation of these to ``[B, H, S, D]``."""
+    """The permutation of the four dimensions to ``[B, H, S, D]``."""
 
     @classmethod
     def of(cls, x: Tensor, token: Tensor | None = None) -> HeadRows:
-        """Take the rows of ``x`` in their order in memory, if it has one.
+        """Take the rows of ``x``, in their order in memory if they can be a matrix.
 
-        With ``token``, ``[B * S]``, the tokens are packed as ``[1, H, B * S, D]``: it says which
-        token is in each row. The rows behind them, where it is negative, are 0: padding may hold
-        anything, and has no say in scales.
+        With ``token``, ``[B * S]``, the tokens are packed as ``[1, H, B * S, D]``: it has the token
+        of each row. Rows after the tokens, where it is negative, are 0, so that padding, which may
+        hold anything, does not influence scales.
         """
         if token is not None:
             tokens = x.transpose(1, 2).flatten(0, 1)
@@ -215,12 +215,12 @@ class HeadRows(NamedTuple):
         return cls(matrix, y.shape, back)
 
     def restore(self, matrix: Tensor) -> Tensor:
-        """Values or FP8 data of the matrix as ``[B, H, S, D]``."""
+        """Return values or FP8 data of the matrix as ``[B, H, S, D]``."""
         return matrix.view(self.shape).permute(self.order)
 
 
 def amaxes_over_ranks(call: Call, *rows: HeadRows) -> Sequence[Tensor | None]:
-    """The amaxes of q, k and v if ranks share them, ``[1, 1]``, by one message for all; or None."""
+    """Return amaxes ``[1, 1]`` of q, k and v over ranks, by one message; None if not shared."""
     scales = call.scales
     if scales.parallel is None or scales.are_given:
         return [None] * len(rows)
@@ -230,10 +230,10 @@ def amaxes_over_ranks(call: Call, *rows: HeadRows) -> Sequence[Tensor | None]:
 def cast_operand(
     rows: HeadRows, index: int, call: Call, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The FP8 data of q, k or v, ``[B, H, S, D]``, and its scale."""
+    """Return the FP8 data of q, k or v, ``[B, H, S, D]``, and its scale."""
     spec = call.plan.x.with_one_scale()
     operand = call.scales.quantize(rows.matrix, index, spec, align=1, amax=amax).rowwise
-    if call.watched and not in_backward():  # where it is a repetition, by activation checkpointing
+    if call.watched and not in_backward():  # there checkpointing repeats the cast
         show_cast(rows.matrix, operand, spec, index, call)
     return rows.restore(operand.data), operand.scale
 
@@ -254,7 +254,7 @@ class _Attention(Float8Function):
         out, lse, max_scores = ops.fp8_attention_op(
             *operands, *settings[:2], q.dtype, cu_seqlens_q, cu_seqlens_k, token_q
         )
-        if sink is not None:  # each query sees one more key, of the head's score and the value 0
+        if sink is not None:  # the sink is one more key, with the head's score and value 0
             lse_of_keys, lse = lse, torch.logaddexp(lse, sink.view(-1, 1))
             weight = ops.unpack_tokens((lse_of_keys - lse).exp().unsqueeze(-1), token_q)
             out = (out * weight).to(out.dtype)
@@ -282,10 +282,10 @@ class _Attention(Float8Function):
         (B, Sq, Sk), needs = ctx.sizes, ctx.needs_input_grad
         packings = zip(gradients, (token_q, token_k, token_k), (Sq, Sk, Sk), needs, strict=False)
         grads = (_as_batch(x, token, B, S) if need else None for x, token, S, need in packings)
-        of_sink = None
+        dsink = None
         if ctx.needs_input_grad[3]:
-            # Its probability's gradient is 0, as its value is; a softmax's subtracts dout @ out.
+            # The sink's value and its probability's gradient are 0; softmax subtracts dout @ out.
             out, lse, _ = saved[-3:]
-            of_out = ops.pack_tokens((dout.float() * out).sum(-1, keepdim=True), token_q)
-            of_sink = -((sink.view(-1, 1) - lse).exp() * of_out.squeeze(-1)).sum((0, 2))
-        return (*grads, of_sink, *[None] * 6)
+            delta = ops.pack_tokens((dout.float() * out).sum(-1, keepdim=True), token_q)
+            dsink = -((sink.view(-1, 1) - lse).exp() * delta.squeeze(-1)).sum((0, 2))
+        return (*grads, dsink, *[None] * 6)

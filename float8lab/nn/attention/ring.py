@@ -1,16 +1,16 @@
 """Attention of ranks that share tokens.  B batch, H heads, G key/value heads, D head size.
 
-Note: the nouns of this room; others are those of ``distributed/context_parallel.py``.
+Note: the nouns of this file; ``distributed/context_parallel.py`` defines the others.
 
 - *shard*: a rank's tokens of S, ``[B, H, S / R, D]``: one chunk, or two, of each sequence;
 - *visit*: keys and values of one rank, which go from rank to rank, or were gathered;
-- *pair*: queries, and keys of one visit, all of which they see, or of its own up to their place.
+- *pair*: queries, and the keys of a visit that they see; only a rank's own pair has a causal mask.
 
 A rank attends with its own queries, visit by visit, and merges the outputs of pairs in float32 by
 the logarithms of their sums of exponentials. Backward computes each pair's gradients from the
-merged output and logarithm; those of a visit's keys and values are sent to their rank. In FP8 all
-are cast before they are sent, with scales that all ranks share, to the bytes that one rank would
-have.
+merged output and logarithm, and sends the gradients of a visit's keys and values to their rank. In
+FP8, q, k and v are cast before they are sent, with scales that all ranks share: their bytes are
+those that a single rank would have.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _LARGEST_HEAD = 128
 def takes_ring(query: Tensor, value: Tensor, rules: Rules, sizes: Sizes, ranks: int) -> bool:
     """Whether ranks that share tokens attend to keys and values visit by visit.
 
-    That is where the mask is none or a square causal one, and a kernel gives the logarithms.
-    ``sizes`` are of the sequences of all ranks.
+    The mask must be none or square causal, and a kernel must return the logarithms.
+    ``sizes`` are those of the unsharded sequences.
     """
     mask = masks.make_mask(rules.mask_type, rules.window, sizes.Sq, sizes.Sk)
     if not (is_plain(rules) and (mask.lets_all or mask.is_plain_causal(sizes.Sq, sizes.Sk))):
@@ -57,7 +57,7 @@ def takes_ring(query: Tensor, value: Tensor, rules: Rules, sizes: Sizes, ranks: 
 
 
 class _Ring(NamedTuple):
-    """A call."""
+    """The settings of a call."""
 
     ranks: TokenRanks
     gathers: bool
@@ -65,9 +65,9 @@ class _Ring(NamedTuple):
     scale: float
 
     def visits(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, slice, slice]]:
-        """Keys and values of each rank, ``[2, B, G, S / R, D]``, this one's first, and the pair.
+        """Yield keys and values of each rank, ``[2, B, G, S / R, D]``, and the slices of the pair.
 
-        Those of the next visit arrive while the caller computes.
+        This rank's come first. The next visit arrives while the caller computes.
         """
         (size, rank), kv, tokens = (self.ranks.size, self.ranks.rank), _stacked(k, v), k.shape[2]
         vector = kv.flatten().view(torch.uint8)
@@ -79,22 +79,22 @@ class _Ring(NamedTuple):
             if step:
                 if step == 1 or not self.gathers:
                     pending = collectives.wait_tensor(pending)
-                place = self.visitor(step) if self.gathers else 0
-                kv = pending.view(-1, vector.numel())[place].view(kv.dtype).view(kv.shape)
+                index = self.visitor(step) if self.gathers else 0
+                kv = pending.view(-1, vector.numel())[index].view(kv.dtype).view(kv.shape)
                 if not self.gathers and step < size - 1:
                     pending = self.send(kv, 1, tokens)
-            _let_begin(kv)
+            _let_message_begin(kv)
             yield kv.transpose(2, 3), *self.pair(rank, self.visitor(step), tokens)
 
     def visitor(self, step: int) -> int:
-        """The rank whose keys and values are here at a step."""
+        """Return the rank whose keys and values visit this rank at a step."""
         return (self.ranks.rank - step) % self.ranks.size
 
     def pair(self, rank: int, visitor: int, tokens: int) -> tuple[slice, slice]:
-        """Which queries of a rank see keys of a visitor, and which these are, of as many tokens.
+        """Return which queries of a rank see keys of a visitor, and these; both have ``tokens``.
 
-        Of two chunks a rank has one as far from the start as the other is from the end. So both of
-        a later rank's see the first one alone, and of an earlier rank's the last sees both.
+        A rank's first chunk is as far from the start as its second is from the end. So both chunks
+        of a later rank see the first of a visitor, and the second of an earlier rank sees both.
         """
         if not self.causal or rank == visitor:
             return slice(None), slice(0, tokens)
@@ -105,13 +105,13 @@ class _Ring(NamedTuple):
         return slice(length, tokens), slice(0, tokens if chunks > 1 else 0)
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of sums of values of a dtype; a sum of two is rounded once, whatever it is."""
+        """Return the dtype of sums; a sum of two values is rounded once in any dtype."""
         return dtype if self.ranks.size == 2 else torch.promote_types(dtype, torch.float32)
 
     def send(self, kv: Tensor, distance: int, tokens: int) -> Tensor:
-        """Start to send keys and values, ``[2, B, S, G, D]``, to the rank that is so far ahead.
+        """Start to send keys and values, ``[2, B, S, G, D]``, to the rank ``distance`` ahead.
 
-        As many tokens as given come, as bytes, from the rank that is as far behind.
+        The rank that is as far behind sends ``tokens`` tokens, which arrive as bytes.
         """
         size, rank, vector = self.ranks.size, self.ranks.rank, kv.flatten().view(torch.uint8)
         _, B, _, G, D = kv.shape
@@ -123,7 +123,7 @@ class _Ring(NamedTuple):
 
 
 def _stacked(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values, ``[B, G, S, D]``, as one message, ``[2, B, S, G, D]``."""
+    """Stack keys and values, ``[B, G, S, D]``, as one message, ``[2, B, S, G, D]``."""
     raw = torch.uint8 if k.element_size() == 1 else k.dtype
     return torch.stack([x.transpose(1, 2).view(raw) for x in (k, v)]).view(k.dtype)
 
@@ -131,10 +131,10 @@ def _stacked(k: Tensor, v: Tensor) -> Tensor:
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, context: ContextParallel, call: Call | None
 ) -> Tensor:
-    """Attention of this rank's queries to the keys and values of the ranks that share tokens.
+    """Compute attention of this rank's queries to keys and values of the ranks that share tokens.
 
     q, k and v are shards, and the problem is one that ``takes_ring``. ``call`` says how attention
-    runs in FP8; None is in high precision.
+    runs in FP8; None means high precision.
     """
     causal = problem.mask.is_plain_causal(q.shape[2], k.shape[2])
     ring = _Ring(context.share_tokens, context.gathers, causal, problem.scale)
@@ -147,7 +147,7 @@ class _Attention(Float8Function):
         ctx: AutogradContext, q: Tensor, k: Tensor, v: Tensor, ring: _Ring, call: Call | None
     ) -> Tensor:
         scales: tuple[Tensor, ...] = ()
-        max_scores: list[Tensor] = []  # in FP8, of each pair
+        max_scores: list[Tensor] = []  # those of each pair, in FP8
         result_dtype, dtype = q.dtype, ring.sum_dtype(q.dtype)
         if call is not None:
             rows = [HeadRows.of(x) for x in (q, k, v)]
@@ -155,7 +155,7 @@ class _Attention(Float8Function):
             k, k_scale = cast_operand(rows[K], K, call, amaxes[K])
             v, v_scale = cast_operand(rows[V], V, call, amaxes[V])
         for step, (kv, queries, keys) in enumerate(ring.visits(k, v)):
-            if call is not None and step == 0:  # while keys and values are on their way
+            if call is not None and step == 0:  # meanwhile keys and values are sent
                 q, q_scale = cast_operand(rows[Q], Q, call, amaxes[Q])
                 scales = q_scale, k_scale, v_scale
             elif keys.stop == 0:
@@ -176,12 +176,12 @@ class _Attention(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *of_fp8 = ctx.saved_tensors
-        ring, scales, max_scores = ctx.ring, of_fp8[:3], of_fp8[3:]
-        # PyTorch 2.11 remembers cuDNN's backward by the strides of q, k and v alone.
+        q, k, v, out, lse, *fp8_tensors = ctx.saved_tensors
+        ring, scales, max_scores = ctx.ring, fp8_tensors[:3], fp8_tensors[3:]
+        # PyTorch 2.11 caches cuDNN's backward by the strides of q, k and v alone.
         dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
         sums: list[Tensor] = []  # gradients of q, k and v
-        pending: list[tuple[Tensor, int]] = []  # those of k and v by another rank, of some tokens
+        pending: list[tuple[Tensor, int]] = []  # another rank's for k and v, and how many tokens
         for step, (kv, queries, keys) in enumerate(ring.visits(k, v)):
             operands = dout[:, :, queries], q[:, :, queries], kv[0, :, :, keys], kv[1, :, :, keys]
             seen = out[:, :, queries], lse[:, :, queries].contiguous(), *max_scores[:1]
@@ -203,14 +203,14 @@ class _Attention(Float8Function):
 
 
 def _as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x.to(dtype)``, which loses the gradient in a graph of torch 2.11 if it copies nothing."""
+    """Do ``x.to(dtype)``, which loses the gradient in graphs of torch 2.11 if it copies nothing."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def _add_arrived(
     sums: Sequence[Tensor], pending: Sequence[tuple[Tensor, int]], dtype: torch.dtype
 ) -> None:
-    """Add to gradients of keys and values those that another rank has sent, if any."""
+    """Add the gradients that another rank has sent, if any, to those of keys and values."""
     for vector, count in pending:
         B, G, _, D = sums[0].shape
         arrived = collectives.wait_tensor(vector).view(dtype).view(2, B, count, G, D)
@@ -218,9 +218,9 @@ def _add_arrived(
             gradient[:, :, :count] += x.transpose(1, 2)
 
 
-def _let_begin(kv: Tensor) -> None:
-    """Delay a GPU until a message has begun: attention leaves it no multiprocessor to begin on."""
-    if kv.is_cuda and kv.element_size() > 1 and not torch.compiler.is_compiling():  # FP8: by casts
+def _let_message_begin(kv: Tensor) -> None:
+    """Delay a GPU until a message has begun: attention would leave it no multiprocessor."""
+    if kv.is_cuda and kv.element_size() > 1 and not torch.compiler.is_compiling():  # FP8 has casts
         torch.cuda._sleep(20_000)  # cycles, some 10 us
 
 
@@ -258,7 +258,7 @@ def _pair_gradients(
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, causal, scale=scale
         )
-    seed = lse.new_zeros(2, dtype=torch.int64)  # of the dropout that there is not
+    seed = lse.new_zeros(2, dtype=torch.int64)  # there is no dropout
     return aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse.unsqueeze(-1), seed[0], seed[1], None, None, None, q.shape[2],
         k.shape[2], 0.0, causal, scale=scale,

@@ -1,4 +1,4 @@
-"""Shared by the kernel files: scales from amaxes, the saturating cast, tiles with masked edges.
+"""Functions that kernel files share: scales from amaxes, the saturating cast, masked tiles.
 
 M rows, K columns of the input; ROWS, COLUMNS the same after padding to the alignment.
 """
@@ -40,7 +40,7 @@ PACK_E5M2 = tl.constexpr(
     lop3.b32 $0, word, infinite, 0x3C3C3C3C, 0xB8;
 }"""
 )
-# Hopper compares two bfloat16 at once. Rounded to zero, no finite float32 becomes infinite.
+# Hopper compares two bfloat16 at once. Rounding toward zero makes no finite float32 infinite.
 PACK_E5M2_SM90 = tl.constexpr(
     "{ .reg .b16 low, high; .reg .b32 word, infinity, infinite, is01, is23;"
     "mov.b32 infinity, 0x7F807F80;"
@@ -91,13 +91,13 @@ class Tile:
 
     @functools.cached_property
     def constants(self) -> dict[str, int]:
-        """The constants of a launch."""
+        """The constants of a kernel launch with this tile."""
         return {"TILE_M": self.rows, "TILE_K": self.columns, "num_warps": self.warps}
 
 
 TILE = Tile(rows=64, columns=128, warps=4)
-"""At most 64 elements a thread, and few enough registers that several programs share a
-multiprocessor: one loads while another stores."""
+"""A thread has at most 64 elements, and so few registers that several programs share a
+multiprocessor: one program loads while another stores."""
 
 
 # triton.cdiv and triton.next_power_of_2 also run in kernels, which makes them slow outside of one.
@@ -108,7 +108,7 @@ def ceil_div(size: int, tile: int) -> int:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a GPU has: the programs of a persistent kernel that fills one with each."""
+    """Return the number of multiprocessors of a GPU: a persistent kernel has a program for each."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -122,7 +122,7 @@ def grid_of(shape: Sequence[int], tile: Tile) -> tuple[int]:
 
 
 def empty_column_sums(x: Tensor, shape: Sequence[int], tile: Tile) -> Tensor:
-    """Room, beside ``x``, for a row of partial column sums per row of tiles of ``shape``."""
+    """Allocate partial column sums on the device of ``x``: a row for each row of tiles."""
     return x.new_empty((ceil_div(shape[0], tile.rows), shape[1]), dtype=torch.float32)
 
 
@@ -140,7 +140,7 @@ def on_device_of_first(launcher: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def broadcast_scale(scale: Tensor, block: Sequence[int]) -> tuple[Tensor, tuple[int, int]]:
-    """A matrix of scales and its block sizes, 0 where one scale serves the whole dimension."""
+    """Return a matrix of scales and its block sizes, 0 where a scale serves a whole dimension."""
     if scale.numel() == 1:
         return scale.view(1, 1), (0, 0)
     rows, columns = (0 if n == 1 or b == -1 else b for n, b in zip(scale.shape, block, strict=True))
@@ -148,8 +148,8 @@ def broadcast_scale(scale: Tensor, block: Sequence[int]) -> tuple[Tensor, tuple[
 
 
 @triton.jit
-def place_of(COLUMNS, TILE_M: tl.constexpr, TILE_K: tl.constexpr, tile=None):
-    """Row and column of this program's tile, or of another, in tiles; its rows and columns."""
+def tile_indices(COLUMNS, TILE_M: tl.constexpr, TILE_K: tl.constexpr, tile=None):
+    """Return row and column (in tiles) of this program's or a given tile; its rows and columns."""
     tiles_k = tl.cdiv(COLUMNS, TILE_K)
     if tile is None:
         tile = tl.program_id(0)
@@ -174,10 +174,10 @@ def pow2_reciprocal(x):
 @triton.jit
 def scale_from_amax(amax, eps, LIMIT: tl.constexpr, RULE: tl.constexpr):
     """Decode scales and encode factors, as ``reference.factors_from_amax`` makes them."""
-    # Divisions are the costly part, since every thread of a tile repeats those of its rows and
-    # columns. Powers of two need none: LIMIT is 1.75 * 2**LOG2, so the exponent of LIMIT / amax is
-    # that of LIMIT less that of amax, and one less where the mantissa of amax is above 1.75. No
-    # rounding of the quotient changes that.
+    # Divisions are costly, since every thread of a tile repeats those of its rows and columns.
+    # Powers of two need none: LIMIT is 1.75 * 2**LOG2, so the exponent of LIMIT / amax is the
+    # exponent of LIMIT minus that of amax, and one less where the mantissa of amax is above 1.75.
+    # Rounding the quotient would not change its exponent.
     raised = tl.where(amax < eps, eps, amax)  # NaN survives, as in torch.clamp
     usable = (raised > 0) & (raised < float("inf"))
     if RULE == "fp32":
@@ -200,10 +200,10 @@ def scale_from_amax(amax, eps, LIMIT: tl.constexpr, RULE: tl.constexpr):
 
 @triton.jit
 def nan_for_infinity(x, dtype: tl.constexpr):
-    """A tile as it is to be cast to ``dtype``: e4m3 has no infinities, so NaN takes their place."""
-    # x * 0 + x is x where x is finite, of either sign of 0, and NaN where it is not: one
-    # instruction, for two values if they are of 2 bytes. It is repeated in every call, as ``widen``
-    # is.
+    """Prepare a tile for a cast to ``dtype``: e4m3 has no infinity, so NaN takes its place."""
+    # x * 0 + x is x (a zero keeps its sign) where x is finite, and NaN elsewhere. It takes a single
+    # instruction, even for two 2-byte values. The compiler repeats it for every call, since it is
+    # not declared pure; ``widen`` does the same.
     if dtype == tl.float8e4nv:
         if INTERPRETED:
             wide = x.to(tl.float32)
@@ -220,13 +220,12 @@ def nan_for_infinity(x, dtype: tl.constexpr):
 def saturate(y, x, dtype: tl.constexpr):
     """Cast float32 ``y``, which is ``x`` times an encode factor, as ``round_to_fp8`` does.
 
-    ``x`` is float32 from ``nan_for_infinity``. Where the encode factor is made of the amax of these
-    very values, only an infinity is infinite when scaled: callers then give ``y`` for ``x``, too,
-    which spares registers. The instruction does the clamping: cvt to e4m3x2 and
-    e5m2x2 exists only with .satfinite, and NaN stays NaN (PTX ISA, "cvt"). Clamping first would
-    cost four instructions an element, and as a NaN-propagating minimum and maximum it makes the
-    compiler get transposed one-byte stores wrong
-    (https://github.com/triton-lang/triton/issues/11111).
+    ``x`` is float32 from ``nan_for_infinity``. Where the encode factor was made from the amax of
+    the same values, scaling makes no finite value infinite: callers then pass ``y`` for
+    ``x``, too, which saves registers. The instruction itself clamps: cvt to e4m3x2 and e5m2x2
+    exists only with .satfinite, and NaN stays NaN (PTX ISA, "cvt"). Clamping first would cost four
+    instructions an element, and a NaN-propagating minimum and maximum make the compiler miscompile
+    transposed one-byte stores (https://github.com/triton-lang/triton/issues/11111).
     """
     if dtype == tl.float8e4nv:
         q = y.to(dtype)
@@ -246,15 +245,15 @@ def saturate(y, x, dtype: tl.constexpr):
 
 @triton.jit
 def pack(y0, y1, y2, y3, x0, x1, x2, x3, dtype: tl.constexpr):
-    """``saturate`` of four values, in the bytes of an int32, the first in the lowest."""
+    """``saturate`` four values into the bytes of an int32, the first value in the lowest byte."""
     if INTERPRETED:
         word = saturate(y0, x0, dtype).to(tl.uint8, bitcast=True).to(tl.int32)
         word |= saturate(y1, x1, dtype).to(tl.uint8, bitcast=True).to(tl.int32) << 8
         word |= saturate(y2, x2, dtype).to(tl.uint8, bitcast=True).to(tl.int32) << 16
         word |= saturate(y3, x3, dtype).to(tl.uint8, bitcast=True).to(tl.int32) << 24
     elif dtype == tl.float8e4nv:
-        # What is above, in three instructions; and Triton 3.6 gets the above wrong where the same
-        # values are cast for another use.
+        # This takes three instructions; and Triton 3.6 miscompiles the code above where the same
+        # values are also cast for another use.
         word = tl.inline_asm_elementwise(
             PACK_E4M3, "=r,f,f,f,f", [y0, y1, y2, y3], dtype=tl.int32, is_pure=True, pack=1
         )
@@ -270,7 +269,7 @@ def pack(y0, y1, y2, y3, x0, x1, x2, x3, dtype: tl.constexpr):
 
 @triton.jit
 def widen(x):
-    """Float32 of a tile. Of 2-byte values in every call: registers hold 2 bytes between."""
+    """Convert to float32. Every call repeats this, so registers hold 2-byte values in between."""
     if x.dtype == tl.float32 or INTERPRETED:
         wide = x.to(tl.float32)
     else:
@@ -283,14 +282,14 @@ def widen(x):
 
 @triton.jit
 def largest_bits(x0, x1, x2, x3):
-    """The largest of four bit patterns, of a tile that is read by words."""
+    """Return the largest bit pattern of each word of a tile: a word has four values."""
     upper = tl.maximum(abs_bits(widen(x0)), abs_bits(widen(x1)))
     return tl.maximum(upper, tl.maximum(abs_bits(widen(x2)), abs_bits(widen(x3))))
 
 
 @triton.jit
 def pack_scaled(x0, x1, x2, x3, encode, dtype: tl.constexpr):
-    """Words of four neighbours in a column, float32 as ``saturate`` takes it, times a factor."""
+    """Scale four neighbours in a column, float32 as ``saturate`` wants it, and pack them."""
     return pack(x0 * encode, x1 * encode, x2 * encode, x3 * encode, x0, x1, x2, x3, dtype)
 
 
@@ -312,8 +311,8 @@ def store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS):
 @triton.jit
 def store_words(q_ptr, packed, words, columns, ROWS, COLUMNS, limit):
     """Store words of four rows, below ``limit``, into the contiguous [COLUMNS, ROWS] transpose."""
-    # Indices and mask are of words, not of rows over or times 4, which would hide from the compiler
-    # that they are neighbours: it would store one word at a time.
+    # Indices and mask count words. Rows divided or multiplied by 4 would hide from the compiler
+    # that words are neighbours, and it would store one word at a time.
     mask = (columns < COLUMNS)[:, None] & (words < limit // 4)[None, :]
     pointer = q_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     offsets = columns[:, None] * (ROWS // 4) + words[None, :]
@@ -322,16 +321,16 @@ def store_words(q_ptr, packed, words, columns, ROWS, COLUMNS, limit):
 
 @triton.jit
 def store_column_sum(sum_ptr, x0, x1, x2, x3, tile_m, columns, K):
-    """Column sums of a tile of words into row ``tile_m`` of a contiguous [row tiles, K] matrix."""
+    """Store column sums of a tile of words in row ``tile_m`` of contiguous [row tiles, K]."""
     x = (widen(x0) + widen(x1)) + (widen(x2) + widen(x3))
     tl.store(sum_ptr + tile_m * K + columns, tl.sum(x, 0), mask=columns < K)
 
 
 @triton.jit
 def record_amax(slot_ptr, bits, slot_bits=None):
-    """Raise a float32 slot, read before as ``slot_bits`` or not, to a tile's largest pattern."""
-    # The slot only grows, so a stale value costs an atomic too many and nothing else. NO_DATA is
-    # negative as an integer too, and NaN lies above every amax.
+    """Raise a float32 slot to the largest bits of a tile; a caller may know ``slot_bits``."""
+    # The slot only grows, so a stale value of it costs at most a needless atomic. NO_DATA is
+    # negative as an integer, too, and the bit pattern of NaN is above that of every amax.
     slot = slot_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     largest_bits = tl.max(tl.max(bits, 1), 0)
     if slot_bits is None:
@@ -359,7 +358,7 @@ def scale_tile(tile, factor, BM: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def block_index(start, indices, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Which block each index of a tile falls in: one number if the tile cannot straddle blocks.
+    """Return the block of each index of a tile, or one block if a tile is always within one.
     SIZE 0 stands for a block that spans the whole dimension."""
     if SIZE == 0:
         index = tl.zeros([1], tl.int64)

@@ -1,8 +1,8 @@
-"""Repeated launches of a kernel, without what Triton does in Python before every launch.
+"""Repeat launches of a kernel without the Python code that Triton runs before every launch.
 
-Triton works out at each launch which compiled kernel serves the arguments, and calls its hooks
-even if there are none: some 20 us, which is longer than a small kernel runs. Here the kernel that
-Triton chose is remembered under all that the choice depends on.
+At each launch Triton finds the compiled kernel for the arguments, and calls its hooks even if there
+are none. That takes some 20 us, longer than a small kernel runs. This file remembers the kernel
+that Triton chose, under a key of all that the choice depends on.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from triton.runtime.jit import JITFunction
 from float8lab.ops.declare import RECORDING
 
 ENABLED = True
-"""Whether launches go past Triton."""
+"""Whether repeated launches bypass Triton."""
 
 _MOST_KERNELS = 4096
-"""The most that are remembered of a function. Sizes are part of a key, so there is no end of keys
-where shapes vary."""
+"""The most kernels that are remembered of a function. Sizes are part of a key, so there is no bound
+on the number of keys where shapes vary."""
 
 _OPTIONS = {"enable_fp_fusion": True}
-"""Triton's, unless a launch has others. It fuses multiply-adds by default, up to version 3.9."""
+"""Options of a launch that sets none: the defaults of Triton up to version 3.9."""
 
 STREAM = object()
-"""Stands for the current stream among the arguments of a launch that is recorded."""
+"""This object stands for the current stream among the arguments of a recorded launch."""
 
 _RUNTIME = triton.knobs.runtime
 
-# The functions behind torch.cuda's, which cost several times as much. A CPU build has neither, and
-# never asks: it has no compiled kernels to find.
+# torch.cuda wraps these functions, and its wrappers cost several times as much. A CPU build has
+# neither function and never calls them, since it has no compiled kernels.
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -48,7 +48,7 @@ def is_on_current_device(x: Tensor) -> bool:
 def launched(
     function: Callable[..., Any] | None = None, *, language: Any = triton, **options: Sequence[str]
 ) -> Any:
-    """``jit`` for a kernel that the host launches: ``kernel[grid](*args, **constants)``.
+    """Do ``jit`` for a kernel that the host launches: ``kernel[grid](*args, **constants)``.
 
     ``language`` is Triton, or its Gluon; ``options`` are those of its ``jit``.
     """
@@ -62,26 +62,26 @@ class Launched:
     """A Triton function that remembers its compiled kernels.
 
     A call takes its run-time arguments by position and its constants, and Triton's options, by
-    name. Any other call, and one under hooks (of a profiler, say), goes through Triton. So does the
-    first call with a key, and Triton's settings (``triton.knobs``) are those of that call.
+    name. Any other call, and any call under hooks (such as a profiler's), goes through Triton. So
+    does the first call with a key; its Triton settings (``triton.knobs``) hold for later calls.
     """
 
     def __init__(self, function: JITFunction) -> None:
         self.function = function
-        self._known: dict[tuple[Any, ...] | None, tuple[Any, ...]] = {}
+        self._compiled: dict[tuple[Any, ...] | None, tuple[Any, ...]] = {}
         run_time = [not parameter.is_constexpr for parameter in function.params]
         self._arguments = sum(run_time)
         self._constants = function.arg_names[self._arguments :]
-        self._takes_both_in_turn = all(run_time[: self._arguments])
+        self._constants_come_last = all(run_time[: self._arguments])
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         memo = None
-        if ENABLED and self._known and not (has_hooks() or self.function.pre_run_hooks):
+        if ENABLED and self._compiled and not (has_hooks() or self.function.pre_run_hooks):
             device = current_device()
-            memo = self._known.get(_key_of(device, args, constants))
+            memo = self._compiled.get(_key_of(device, args, constants))
         if memo is None:
             kernel = self.function[grid](*args, **{**_OPTIONS, **constants})
             if ENABLED:
@@ -90,55 +90,55 @@ class Launched:
             run, first, values, _ = memo
             x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
             run(x, y, z, current_stream(device), *first, *args, *values)
-        tell = getattr(RECORDING, "launch", None)
-        if tell is None:
+        record = getattr(RECORDING, "launch", None)
+        if record is None:
             return
         if memo is None:
-            tell(None, ())
+            record(None, ())
         else:
             run, first, values, _ = memo
-            tell(run, (*(*grid, 1, 1)[:3], STREAM, *first, *args, *values))
+            record(run, (*(*grid, 1, 1)[:3], STREAM, *first, *args, *values))
 
     def _remember(
         self, kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]
     ) -> tuple[Any, ...] | None:
-        # Other GPUs' kernels also depend on the sizes of tensors; a future has no metadata yet.
+        # Kernels of other vendors' GPUs also depend on tensor sizes; a future has no metadata yet.
         metadata = getattr(kernel, "metadata", None)
         if metadata is None or metadata.target.backend != "cuda":
             return None
         by_name = constants.keys() & self.function.arg_names
         has_all = len(args) == self._arguments and by_name == set(self._constants)
-        if not self._takes_both_in_turn or not has_all:
+        if not self._constants_come_last or not has_all:
             return None
         key = _key_of(current_device(), args, constants)
         if key is None:
             return None
-        if len(self._known) >= _MOST_KERNELS:
-            self._known.clear()
-        # With the kernel itself, whose end may be that of its function.
+        if len(self._compiled) >= _MOST_KERNELS:
+            self._compiled.clear()
+        # The memo holds the kernel itself: the compiled function may be unloaded with it.
         memo = (*_launcher_of(kernel), tuple(constants[name] for name in self._constants), kernel)
-        self._known[key] = memo
+        self._compiled[key] = memo
         return memo
 
 
 def _launcher_of(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """The function that launches a compiled kernel, and its arguments between stream and kernel's.
+    """Return the function that launches a kernel, and its arguments after the stream.
 
-    It has no hooks to call. Triton 3.6's is in C, below a Python object that allocates the memory
-    that some kernels work in.
+    This function calls no hooks. In Triton 3.6 it is a C function, which a Python object wraps to
+    allocate scratch memory for the kernels that need it.
     """
     run, handle = kernel.run, kernel.function
     after = kernel.packed_metadata, None, None, None
     below = getattr(run, "launch", None)
-    is_other = not triton.__version__.startswith("3.6.")
-    if below is None or is_other or run.global_scratch_size or run.profile_scratch_size:
+    is_other_version = not triton.__version__.startswith("3.6.")
+    if below is None or is_other_version or run.global_scratch_size or run.profile_scratch_size:
         return run, (handle, *after)
     return below, (handle, run.launch_cooperative_grid, run.launch_pdl, None, None, *after)
 
 
 def has_hooks() -> bool:
-    """Whether a hook, such as a profiler's, is to be called around Triton's launches."""
-    # A hook is a function, or a chain of those that were added.
+    """Whether Triton has to call a hook, such as a profiler's, around launches."""
+    # A hook is a function, or a chain of functions that were added.
     enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
@@ -146,11 +146,11 @@ def has_hooks() -> bool:
 def _key_of(
     device: int, args: tuple[Any, ...], constants: dict[str, Any]
 ) -> tuple[Any, ...] | None:
-    """All that Triton's choice of a kernel depends on, or more; None for other kinds of arguments.
+    """Return all that Triton's choice of a kernel depends on, or more; None for unknown arguments.
 
-    A kernel differs for an integer that is 1, divisible by 16, or above 32 bits: hence its value.
-    Of tensors it knows the dtype and whether the address is divisible by 16, of TMA
-    descriptors the dtype and the box that is copied, of others the type.
+    Kernels differ for an integer that is 1, divisible by 16, or above 32 bits: a key has its value.
+    For a tensor, a key has the dtype and whether the address is divisible by 16; for a TMA
+    descriptor, the dtype and the box that is copied; for other arguments, the type.
     """
     key = [device, len(constants), *constants, *constants.values()]
     for arg in args:

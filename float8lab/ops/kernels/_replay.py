@@ -1,12 +1,11 @@
-"""Repeating a function without its Python: its allocations and launches, as recorded.
+"""Record the allocations and launches of a function, and replay them without its Python code.
 
-What a launcher does, or a function that calls several, follows from the shapes, strides, dtypes and
-alignments of its tensors and from its other arguments: which outputs and which room to work in it
-allocates, and which kernels it launches with which sizes. The second call with the same of all
-these is recorded; from then on only the allocations and launches are done, on the tensors of the
-call. It is a list of steps, not a CUDA graph: every call gets fresh outputs, on the current stream,
-and a CUDA graph can capture it. Memory is allocated when it is first needed and given back when it
-has served, as the function itself would have done between its GEMMs.
+A launcher, or a function that calls several launchers, allocates outputs and buffers, and launches
+kernels with certain sizes. All of this follows from the shapes, strides, dtypes and alignments of
+its tensors and from its other arguments. The second call with an equal key of these is recorded;
+later calls only replay its allocations and launches, on their own tensors. The record is a list of
+steps, not a CUDA graph: every call gets fresh outputs, on the current stream, and a CUDA graph can
+capture it. Memory is allocated before its first use and freed after its last use.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from float8lab.ops.kernels import _launch
 from float8lab.ops.kernels._launch import current_device, current_stream, has_hooks
 
 _MOST_CALLS = 4096
-"""The most that are remembered of a launcher. Shapes are part of a key, so there is no end of keys
-where they vary."""
+"""The most calls that are remembered of a launcher. Shapes are part of a key, so there is no bound
+on the number of keys where shapes vary."""
 
-_AGAIN = "seen once"
+_SEEN_ONCE = "seen once"
 
 _new_tensor: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-_is_deterministic = torch._C._get_deterministic_algorithms  # then new memory is filled
+_is_deterministic = torch._C._get_deterministic_algorithms  # true: torch fills new memory
 
 _aten = torch.ops.aten
 _ALLOCATIONS = frozenset(
@@ -63,36 +62,36 @@ _STEPS: dict[Any, Callable[..., Tensor]] = {
     _aten._scaled_mm_v2.default: torch._scaled_mm_v2,
     _aten._grouped_mm.default: torch._grouped_mm,
 }
-"""Torch's kernels that are repeated between our own, and what calls each in the least time."""
+"""Kernels of torch that are replayed between ours, with the fastest function to call each."""
 _IN_PLACE: dict[Any, Callable[..., Tensor]] = {
     _aten.copy_.default: Tensor.copy_,
     _aten.add_.Tensor: Tensor.add_,
 }
 _CONSTANTS = frozenset({bool, int, float, str, torch.dtype, type(None)})
-"""Types of arguments that a key holds as they are."""
-_OF_NO_TENSOR = frozenset({_aten.promote_types.default})
+"""Types of arguments whose values a key holds."""
+_WITHOUT_TENSORS = frozenset({_aten.promote_types.default})
 
 
 class _Step(NamedTuple):
-    """A launch, or a function of torch's."""
+    """One step of a record: a launch, or a call of a torch function."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    """Constants, and a ``_Number`` in the place of each tensor, also in lists."""
+    """Constants, and a ``_Number`` for each tensor, also within lists."""
     kwargs: dict[str, Any]
     number: int | None
-    """The number of the tensor that it returns, if it makes one."""
+    """The number of the tensor that this step returns, if any."""
     is_launch: bool = False
 
 
 class _Number(int):
-    """The number of a tensor of a call: those that it is given come first."""
+    """The number of a tensor in a call; the arguments of the call come first."""
 
 
 class _Call:
-    """The steps of a call as one function, whose source names the tensors ``t0``, ``t1`` ...
+    """The steps of a call as one generated function, which names the tensors ``t0``, ``t1`` ...
 
-    A tensor is allocated before the first step that uses it, and given back after the last one.
+    It allocates a tensor before the first step that uses the tensor, and frees it after the last.
     """
 
     def __init__(
@@ -100,16 +99,16 @@ class _Call:
         zeros: Sequence[int], steps: Sequence[_Step], outputs: Sequence[int | None], *, given: int,
         build: Callable[[tuple[Any, ...]], object],
     ) -> None:  # fmt: skip
-        """Take over what a recording has found.
+        """Generate the function from a recording.
 
         Args:
-            allocations: size, strides and dtype of each tensor that is not given; None for one that
-                a step returns.
+            allocations: size, strides and dtype of each tensor that is no argument of the call, but
+                None for a tensor that a step returns.
             zeros: numbers of tensors that are zero at first.
-            steps: in their order.
-            outputs: numbers of tensors; None is None.
-            given: the number of tensors that are given.
-            build: makes the result of a call of its outputs.
+            steps: the steps in their order.
+            outputs: numbers of the tensors that are returned; None stands for None.
+            given: how many arguments of the call are tensors.
+            build: makes the result of a call from its outputs.
         """
         names: dict[str, object] = {"current_stream": current_stream, "build": build}
         source: list[str] = []
@@ -129,9 +128,9 @@ class _Call:
 
         def allocate(numbers: Iterable[int | None]) -> None:
             for number in numbers:
-                room = None if number in exist or number is None else allocations[number - given]
-                if room is not None:
-                    source.append(f"t{number} = new({room[0]}, {room[1]}, {named(room[2])})")
+                memory = None if number in exist or number is None else allocations[number - given]
+                if memory is not None:
+                    source.append(f"t{number} = new({memory[0]}, {memory[1]}, {named(memory[2])})")
                     source.extend([f"t{number}.zero_()"] * (number in zeros))
                     exist.add(number)
 
@@ -165,19 +164,19 @@ def _empty_strided(
 
 
 class _Recording(TorchDispatchMode):
-    """Follows one call of a launcher. It cannot be repeated if it does anything else."""
+    """Records a call of a launcher; a call of an op outside the tables above has no record."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
-        # Those given, then those allocated, and descriptors; all kept, so that ids differ.
+        # Arguments, then allocated tensors and descriptors; all are kept alive, so ids differ.
         self.tensors: list[Any] = tensors
         self.kept: list[Any] = []
-        self.views: dict[int, tuple[Any, Any, Any]] = {}  # by id, until a step needs them as such
+        self.views: dict[int, tuple[Any, Any, Any]] = {}  # by id, until a step needs the view
         self.given = len(tensors)
         self.number = {id(tensor): i for i, tensor in enumerate(tensors)}
         self.zeros: list[int] = []
         self.steps: list[_Step] = []
-        self.fits = len(self.number) == len(tensors)  # one tensor as two arguments could be two
+        self.fits = len(self.number) == len(tensors)  # a later call could have two tensors there
 
     def __enter__(self) -> Any:
         _launch.RECORDING.launch = self.launch
@@ -202,12 +201,12 @@ class _Recording(TorchDispatchMode):
             self._take(_STEPS[func], args, kwargs or {}, out)
         elif func in _IN_PLACE:
             self._take(_IN_PLACE[func], args, kwargs or {}, None)
-        elif func not in _OF_NO_TENSOR:
+        elif func not in _WITHOUT_TENSORS:
             self.fits = False
         return out
 
     def _take(self, function: Any, args: Any, kwargs: dict[str, Any], out: Tensor | None) -> int:
-        """A step that returns ``out``, and its number; None stands for the first argument."""
+        """Add a step that returns ``out``, and return its number; None is an in-place step's."""
         self.fits &= not _has_tensor(kwargs.values())
         args = self._numbered(args)
         number = None
@@ -217,53 +216,53 @@ class _Recording(TorchDispatchMode):
         self.steps.append(_Step(function, args, kwargs, number))
         return -1 if number is None else number
 
-    def _number(self, tensor: Tensor, *, as_it_is: bool) -> int:
-        """The number of a tensor; -1 if it was neither given nor is made by the call.
+    def _number(self, tensor: Tensor, *, keeps_view: bool) -> int:
+        """Return the number of a tensor; -1 if it is no argument and the call did not make it.
 
-        A kernel knows pointers alone. Torch's functions see a view ``as_it_is``.
+        A kernel sees only pointers, so the base can replace a view. Torch functions need the view.
         """
         number = self.number.get(id(tensor), -1)
         if id(tensor) not in self.views:
             return number
-        if not as_it_is and tensor.data_ptr() == self.tensors[number].data_ptr():
+        if not keeps_view and tensor.data_ptr() == self.tensors[number].data_ptr():
             return number
         func, args, kwargs = self.views.pop(id(tensor))
         return self._take(_VIEWS[func], args, kwargs, tensor)
 
     def _describe(self, descriptor: Any) -> int:
-        """A step that makes a descriptor for TMA, and its number."""
-        base = _Number(self._number(descriptor.base, as_it_is=False))
+        """Add a step that makes a TMA descriptor, and return the descriptor's number."""
+        base = _Number(self._number(descriptor.base, keeps_view=False))
         self.fits &= base != -1
-        made = functools.partial(_described_as, _described_as(descriptor, None))
-        self.steps.append(_Step(made, (base,), {}, len(self.tensors)))
+        make = functools.partial(_described_as, _described_as(descriptor, None))
+        self.steps.append(_Step(make, (base,), {}, len(self.tensors)))
         self.tensors.append(descriptor)
         return len(self.tensors) - 1
 
     def launch(self, run: Callable[..., None] | None, args: tuple[object, ...]) -> None:
-        """A launch by ``run``, whose kernel reads and writes tensors; None: it is not repeated."""
+        """Add a launch by ``run``; None stands for a launch that cannot be replayed."""
         if run is None:
             self.fits = False
             return
-        args = self._numbered(args, as_they_are=False)
+        args = self._numbered(args, keeps_views=False)
         self.steps.append(_Step(run, args, {}, None, is_launch=True))
 
-    def _numbered(self, args: Sequence[Any], *, as_they_are: bool = True) -> tuple[Any, ...]:
-        """Arguments, with its number in the place of each tensor."""
+    def _numbered(self, args: Sequence[Any], *, keeps_views: bool = True) -> tuple[Any, ...]:
+        """Return arguments in which a number replaces each tensor."""
         numbered: list[Any] = []
         for arg in args:
             if isinstance(arg, Tensor):
-                arg = _Number(self._number(arg, as_it_is=as_they_are))
-                if arg == -1:  # not one that it is given, nor one that it allocates
+                arg = _Number(self._number(arg, keeps_view=keeps_views))
+                if arg == -1:  # neither an argument nor allocated by the call
                     self.fits = False
             elif hasattr(arg, "block_shape"):
                 arg = _Number(self._describe(arg))
             elif isinstance(arg, list) and _has_tensor(arg):
-                arg = [*self._numbered(arg, as_they_are=as_they_are)]
+                arg = [*self._numbered(arg, keeps_views=keeps_views)]
             numbered.append(arg)
         return tuple(numbered)
 
     def call(self, result: Any) -> _Call | None:
-        """The record of a call that gave ``result``; None if it cannot be repeated."""
+        """Return the record of a call that returned ``result``; None if it cannot be replayed."""
         results, build = _leaves_of(result)
         outputs = [output for output in results if output is not None]
         seen = {n for step in self.steps if not step.is_launch for n in _numbers_in(step.args)}
@@ -272,10 +271,10 @@ class _Recording(TorchDispatchMode):
         for output in outputs:
             number = self.number.get(id(output), -1)
             base = self.tensors[number]
-            # A view over all of what was allocated may be allocated as it is.
+            # A view of a complete allocation may be allocated with the shape of the view.
             is_whole = output.nbytes == base.nbytes and output.data_ptr() == base.data_ptr()
-            as_it_is = number in seen or number in returned or not is_whole
-            numbers.append(self._number(output, as_it_is=as_it_is))
+            keeps_view = number in seen or number in returned or not is_whole
+            numbers.append(self._number(output, keeps_view=keeps_view))
         are_distinct = len(set(numbers)) == len({id(output) for output in outputs})
         if not self.fits or not self.steps or not are_distinct or -1 in numbers:
             return None
@@ -291,13 +290,13 @@ class _Recording(TorchDispatchMode):
             else (tuple(tensors[i].shape), tensors[i].stride(), tensors[i].dtype)
             for i in range(self.given, len(tensors))
         )
-        left = iter(numbers)
-        returns = tuple(None if output is None else next(left) for output in results)
+        remaining_numbers = iter(numbers)
+        returns = tuple(None if output is None else next(remaining_numbers) for output in results)
         return _Call(allocations, self.zeros, self.steps, returns, given=self.given, build=build)
 
 
 def _leaves_of(result: Any) -> tuple[tuple[Any, ...], Callable[[tuple[Any, ...]], Any]]:
-    """The tensors, and None, of a result in their order, and what makes such a result of others.
+    """Return the leaves of a result in order, and a function that builds such a result of leaves.
 
     A result is a tensor, None, or a tuple of results; a NamedTuple is rebuilt as its own type.
     """
@@ -305,15 +304,15 @@ def _leaves_of(result: Any) -> tuple[tuple[Any, ...], Callable[[tuple[Any, ...]]
         return result, tuple
     leaves: list[object] = []
     kinds: list[type] = []
-    # One expression: nested results take a third of the time that a function for each would.
+    # One expression builds nested results in a third of the time that a function for each takes.
     source = f"lambda leaves: {_expression(result, leaves, kinds)}"
     return tuple(leaves), eval(source, {"new": tuple.__new__, "kinds": kinds})
 
 
 def _expression(element: object, leaves: list[object], kinds: list[type]) -> str:
-    """The source that makes this result of ``leaves``, to which its own are added.
+    """Return the source that builds this result from ``leaves``; add its own tensors to them.
 
-    It is no function inside of another, whose closure would hold the tensors in a reference cycle.
+    This is no nested function: the closure of one would hold the tensors in a reference cycle.
     """
     if not isinstance(element, tuple):
         leaves.append(element)
@@ -325,13 +324,13 @@ def _expression(element: object, leaves: list[object], kinds: list[type]) -> str
 
 
 def _numbers_in(args: Iterable[Any]) -> Iterator[_Number]:
-    """The numbers of tensors among the arguments of a step, and in lists there."""
+    """Yield the numbers of tensors among the arguments of a step, and in their lists."""
     for arg in args:
         yield from (n for n in (arg if type(arg) is list else [arg]) if type(n) is _Number)
 
 
 def _described_as(descriptor: Any, base: Tensor | None) -> Any:
-    """The same descriptor of another tensor, without another check."""
+    """Copy a TMA descriptor for another tensor, without the checks of a new one."""
     copy = object.__new__(type(descriptor))
     copy.__dict__.update(descriptor.__dict__)
     copy.base = base
@@ -343,10 +342,10 @@ def _has_tensor(args: Iterable[Any]) -> bool:
 
 
 def replayed(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a launcher recorded, and run on the GPU of its first tensor.
+    """Record and replay the calls of a launcher, on the GPU of its first tensor.
 
-    All kernels that it launches must be ``launched`` ones, and what it does must depend on nothing
-    but its arguments; where it does more than allocate and launch, it runs as it is.
+    All its kernels must be ``launched`` ones, and what it does must depend on its arguments alone.
+    A launcher that does more than allocate and launch runs without a replay.
     """
     calls: dict[Any, Any] = {}
 
@@ -359,11 +358,11 @@ def replayed(launcher: Callable[..., Any]) -> Callable[..., Any]:
         memo = calls.get(key)
         if type(memo) is _Call and not has_hooks():
             return memo.run(tensors, device)
-        if memo is not _AGAIN:
+        if memo is not _SEEN_ONCE:
             if key not in calls:
                 if len(calls) >= _MOST_CALLS:
                     calls.clear()
-                calls[key] = _AGAIN
+                calls[key] = _SEEN_ONCE
             return launcher(*args)
         with _Recording(tensors) as recording:
             result = launcher(*args)
@@ -377,31 +376,31 @@ def replayed(launcher: Callable[..., Any]) -> Callable[..., Any]:
 def repeated(
     launcher: Any, args: tuple[object, ...]
 ) -> Callable[[tuple[object, ...]], object] | None:
-    """The repetition of a recorded call for arguments that differ in their tensors alone.
+    """Return a function that replays a recorded call for arguments with other tensors.
 
-    None if it was not recorded. The repetition returns NotImplemented where it does not serve:
-    under hooks, and for tensors that are aligned otherwise.
+    Return None if the call was not recorded. The function returns NotImplemented where it cannot
+    replay: under hooks, and for tensors with another alignment.
     """
     located = _key_of(args)
     memo = None if located is None else getattr(launcher, "calls", {}).get(located[1])
     if located is None or type(memo) is not _Call:
         return None
     device, run = located[0], memo.run
-    left: list[tuple[object, str]] = [(arg, f"args[{i}]") for i, arg in enumerate(args)]
-    for arg, place in left:  # in the order of ``_key_of``
+    pending: list[tuple[object, str]] = [(arg, f"args[{i}]") for i, arg in enumerate(args)]
+    for arg, expression in pending:  # in the order of ``_key_of``
         if isinstance(arg, (tuple, list)):
-            left += [(element, f"{place}[{i}]") for i, element in enumerate(arg)]
-    places = [place for arg, place in left if isinstance(arg, Tensor)]
-    pick = eval(f"lambda args: [{', '.join(places)}]")
+            pending += [(element, f"{expression}[{i}]") for i, element in enumerate(arg)]
+    expressions = [expression for arg, expression in pending if isinstance(arg, Tensor)]
+    pick = eval(f"lambda args: [{', '.join(expressions)}]")
     offsets = [tensor.data_ptr() & 15 for tensor in located[2]]
     differences = " | ".join(
-        f"{place}.data_ptr()" + f" ^ {offset}" * (offset != 0)
-        for place, offset in zip(places, offsets, strict=True)
+        f"{expression}.data_ptr()" + f" ^ {offset}" * (offset != 0)
+        for expression, offset in zip(expressions, offsets, strict=True)
     )
-    is_other = eval(f"lambda args: ({differences}) & 15")
+    differs = eval(f"lambda args: ({differences}) & 15")
 
     def repeat(args: tuple[object, ...]) -> object:
-        return NotImplemented if is_other(args) or has_hooks() else run(pick(args), device)
+        return NotImplemented if differs(args) or has_hooks() else run(pick(args), device)
 
     return repeat
 
@@ -409,7 +408,7 @@ def repeated(
 def _on_device(
     launcher: Callable[..., Any], repeat: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
-    """Launch on the GPU of the first tensor: Triton launches on the current one."""
+    """Make the first tensor's GPU the current GPU, on which Triton launches."""
     x = next(tensors_of(args))
     if _launch.is_on_current_device(x):
         return launcher(*args)
@@ -418,9 +417,10 @@ def _on_device(
 
 
 def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] | None:
-    """The current device, what a call with these arguments depends on, and its tensors.
+    """Return the current device, the key of a call with these arguments, and its tensors.
 
-    None where it must not be recorded: another device, an empty tensor, within a recording.
+    Return None if the call must not be recorded: for tensors on other devices, an empty tensor, or
+    within another recording.
     """
     if not _launch.ENABLED or getattr(_launch.RECORDING, "launch", None) is not None:
         return None
@@ -428,8 +428,8 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] 
     key: list[Any] = []
     tensors: list[Tensor] = []
     append = key.append
-    left = [*args]
-    for arg in left:  # it grows by the elements of tuples and lists
+    pending = [*args]
+    for arg in pending:  # the list grows by the elements of tuples and lists
         kind = type(arg)
         if kind is Tensor or kind is Parameter:
             address, device_index = arg.data_ptr(), arg.get_device()
@@ -443,8 +443,8 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] 
             append(arg)
         elif isinstance(arg, (tuple, list)):
             append(len(arg))
-            left += arg
-        elif isinstance(arg, Tensor):  # of a class that may do more
+            pending += arg
+        elif isinstance(arg, Tensor):  # a subclass may do more than a tensor
             return None
         else:
             append(arg)

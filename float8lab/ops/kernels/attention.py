@@ -1,18 +1,18 @@
 """FP8 attention on Hopper.  B batch, H heads, G key/value heads, S sequence, D head size.
 
-Forward is one persistent Gluon kernel: a program for each multiprocessor, which takes tiles of 128
-queries of a head from a common counter until there are none left. Two groups of four warps have 64
-queries each; one warp loads queries, keys and values for both, of the next tile too while the last
-one is being stored. While a group computes the probabilities of one tile of keys, its tensor cores
-multiply the next tile's scores, then the first half of the probabilities by their values, and the
-other group's whatever is due there. Softmax is online: probabilities are rounded relative to the
-largest score so far, not to the row's largest, which is the one difference from the reference
-besides the order of sums and the tensor cores' accumulator (14 bits of each sum of 32 terms).
+The forward is one persistent Gluon kernel with a program for each multiprocessor. A program takes
+tiles of 128 queries of a head from a common counter until none is left. Two groups of four warps
+have 64 queries each; one warp loads queries, keys and values for both groups, and loads those of
+the next tile while the groups store a tile. While a group computes the probabilities of a block of
+keys, the tensor cores compute its scores of the next block, then multiply the first half of the
+probabilities by values, and run the other group's GEMMs. Softmax is online: probabilities are
+rounded relative to the largest score so far, not to the row's largest. The only other differences
+from the reference are the order of sums and the tensor cores' accumulator (14 bits of each sum of
+32 terms).
 
-The second GEMM contracts over the keys, and FP8 operands must be contiguous along a contraction:
-``_turn_kernel`` transposes the values first. It also orders the keys of every 16 such that the four
-probabilities of a thread that become one 32-bit register are those which the tensor cores expect
-there; the sum over the keys does not mind.
+The second GEMM contracts over the keys, and FP8 operands must be contiguous along a contraction, so
+``_transpose_values_kernel`` transposes the values first. It also reorders every 16 keys, so that a
+32-bit register has the four probabilities that tensor cores expect there; their sum is the same.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels._tma import async_load
-from float8lab.ops.reference import attention as plain
+from float8lab.ops.reference import attention as reference
 from float8lab.ops.reference import round_up
 
 _GROUP = 64
 """Queries of a group of four warps: the rows of one tensor core instruction."""
 _QUERIES = 2 * _GROUP
-_PART = 64
-"""Keys of a GEMM of probabilities and values."""
+_SLICE = 64
+"""Keys over which a GEMM of probabilities and values contracts."""
 ALIGNMENT = tl.constexpr(128)
-"""Where sequences are padded, each begins at a multiple of it, and zeros follow up to the next."""
+"""A padded sequence begins at a multiple of this number; zeros follow it up to the next one."""
 CHUNK = tl.constexpr(128)
-"""Sequences, or tiles, that a plan looks at in one step."""
+"""How many sequences, or tiles, a kernel looks at in one step."""
 _CONSUMER_REGISTERS = 240
 _PRODUCER_REGISTERS = 24
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 P_BITS = gl.constexpr(8.0)
-"""Probabilities are held times 2 ** 8, which is ``1 / P_SCALE``."""
+"""Kernels hold probabilities times 2 ** 8, which is ``1 / P_SCALE``."""
 LOWEST = gl.constexpr(-1e30)
-"""Below every score; not -inf, whose difference to that of a masked score is NaN."""
+"""A number below every score; not -inf, whose difference from a masked score is NaN."""
 
 
-# Where packed sequences lie.
+# Plans: which tiles packed sequences have.
 
 FIELDS = tl.constexpr(8)
 
@@ -70,29 +70,29 @@ FIELDS = tl.constexpr(8)
 def _plan_kernel(
     cu_seqlens_q_ptr,  # [B + 1] int32
     cu_seqlens_k_ptr,  # [B + 1] int32
-    plan_ptr,  # [1 + tiles, FIELDS] int32: how many tiles there are, then each tile's
+    plan_ptr,  # [1 + tiles, FIELDS] int32: the number of tiles, then an entry for each
     B, SQ,
     QUERIES: tl.constexpr,
     LAST_FIRST: tl.constexpr,  # whether a sequence's last queries come before its first
 ):  # fmt: skip
-    # The tokens behind the last sequence are one without keys.
+    # The tokens after the last sequence are treated as a sequence without keys.
     sequence = tl.program_id(0)
-    before = 0
+    tiles_before = 0
     for chunk in range(0, sequence, CHUNK):
         numbers = chunk + tl.arange(0, CHUNK)
         starts = tl.load(cu_seqlens_q_ptr + numbers, mask=numbers < sequence, other=0)
         stops = tl.load(cu_seqlens_q_ptr + numbers + 1, mask=numbers < sequence, other=0)
-        before += tl.sum((stops - starts + QUERIES - 1) // QUERIES)
+        tiles_before += tl.sum((stops - starts + QUERIES - 1) // QUERIES)
     q_start, k_start = tl.load(cu_seqlens_q_ptr + sequence), tl.load(cu_seqlens_k_ptr + sequence)
     exists = sequence < B
     queries = tl.load(cu_seqlens_q_ptr + sequence + 1, mask=exists, other=SQ) - q_start
     keys = tl.load(cu_seqlens_k_ptr + sequence + 1, mask=exists, other=k_start) - k_start
     tiles = (queries + QUERIES - 1) // QUERIES
     if sequence == B:
-        tl.store(plan_ptr, before + tiles)
+        tl.store(plan_ptr, tiles_before + tiles)
     for chunk in range(0, tiles, CHUNK):
         tile = chunk + tl.arange(0, CHUNK)
-        entry = plan_ptr + (1 + before + tile) * FIELDS
+        entry = plan_ptr + (1 + tiles_before + tile) * FIELDS
         first = ((tiles - 1 - tile) if LAST_FIRST else tile) * QUERIES
         tl.store(entry, first, mask=tile < tiles)
         tl.store(entry + 1, q_start, mask=tile < tiles)
@@ -105,7 +105,7 @@ def _plan_kernel(
 
 @triton.jit
 def _padded_start(start, sequence):
-    """Where a sequence begins among sequences that are padded: behind the one before it."""
+    """Return where a sequence begins if it and all sequences before it are padded."""
     return start // ALIGNMENT * ALIGNMENT + sequence * ALIGNMENT
 
 
@@ -116,31 +116,31 @@ def _sequence_at(position, cu_seqlens_ptr, SEQUENCES):
     for chunk in range(0, SEQUENCES, CHUNK):
         numbers = chunk + tl.arange(0, CHUNK)
         starts = tl.load(cu_seqlens_ptr + numbers, mask=numbers < SEQUENCES, other=0)
-        begun = _padded_start(starts, numbers) <= position
-        sequence += tl.sum((begun & (numbers < SEQUENCES)).to(tl.int32))
+        has_begun = _padded_start(starts, numbers) <= position
+        sequence += tl.sum((has_begun & (numbers < SEQUENCES)).to(tl.int32))
     start = tl.load(cu_seqlens_ptr + sequence)
     size = tl.load(cu_seqlens_ptr + sequence + 1) - start
     return start, _padded_start(start, sequence), size
 
 
 def _padded_size(S: int, cu_seqlens: Tensor | None) -> tuple[int, int]:
-    """How many packed sequences there are, and at most how many tokens if each is padded."""
+    """Return the number of packed sequences, and their most tokens if each is padded."""
     sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return sequences, round_up(S, ALIGNMENT.value) + sequences * ALIGNMENT.value
 
 
 @triton.jit
-def _place(
+def _locate(
     number, sizes, QUERIES: tl.constexpr, KEYS: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
 ):  # fmt: skip
     """Find a tile's heads, its sequence's queries and keys, its first query, and its keys' blocks.
 
     The heads are the batch, the head of queries, the head of keys, and the row of batch and head.
-    Of queries, and of keys: where they begin, where they begin if padded, and how many there are.
-    Of the blocks: the first, the one behind those that LEFT may mask, the first that RIGHT or the
-    end may mask, the one behind the last; then the first and the last key that query 0 sees. The
-    last two sizes are the least number of blocks, of which nothing may be seen, and ``_store``'s.
+    Queries, like keys, are three numbers: their start, their start with padding, and their count.
+    The blocks are the first; the block after those that LEFT may mask; the first that RIGHT or the
+    end may mask; the block after the last; then the first and the last key that query 0 sees. The
+    last two of ``sizes`` are the least number of blocks, which a mask may hide, and the tokens.
     """
     _, H, G, SQ, SK, earliest, latest, plan_ptr, least, _ = sizes
     if plan_ptr is not None:
@@ -155,7 +155,7 @@ def _place(
         tiles = tl.cdiv(SQ, QUERIES)
         tile = number % tiles
         if RIGHT:
-            tile = tiles - 1 - tile  # the longest first
+            tile = tiles - 1 - tile  # tiles with the most keys come first
         first, queries, keys = tile * QUERIES, (0, 0, SQ), (0, 0, SK)
     row = number // tiles
     head = row % H
@@ -175,7 +175,7 @@ def _place(
 
 
 @triton.jit
-def _tiles_in_all(sizes, QUERIES: tl.constexpr):
+def _count_tiles(sizes, QUERIES: tl.constexpr):
     B, H, _, SQ, _, _, _, plan_ptr, _, _ = sizes
     tiles = B * tl.cdiv(SQ, QUERIES)
     if plan_ptr is not None:
@@ -183,11 +183,11 @@ def _tiles_in_all(sizes, QUERIES: tl.constexpr):
     return H * tiles
 
 
-# Values, transposed.
+# Transposing the values.
 
 
 @launched
-def _turn_kernel(
+def _transpose_values_kernel(
     v_ptr,  # [B, G, SK, DV] uint8
     out_ptr,  # [B, G, DV, PADDED / 4] int32: bytes of four keys each
     counter_ptr,  # [1] int32, set to zero
@@ -195,7 +195,7 @@ def _turn_kernel(
     SEQUENCES, SK, PADDED, DV, G, stride_b, stride_g, stride_s, stride_d,
     TILE_K: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    # The end first: a cast that has just written it has left it in the cache.
+    # Begin at the end of v, which is still in the cache if a cast has just written v.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     if program == 0:
         tl.store(counter_ptr, 0)
@@ -209,7 +209,7 @@ def _turn_kernel(
         out_ptr += padded // 4
         tile -= padded // TILE_K
     words = tile * (TILE_K // 4) + tl.arange(0, TILE_K // 4)
-    # Of every 16 keys, the words of keys 0 1 8 9, then 2 3 10 11, and so on.
+    # Every 16 keys become words of the keys 0 1 8 9, then 2 3 10 11, and so on.
     keys = (words // 4) * 16 + (words % 4) * 2
     columns = tl.arange(0, TILE_D)
     v_ptrs = v_ptr + keys.to(tl.int64)[:, None] * stride_s + columns[None, :] * stride_d
@@ -224,15 +224,15 @@ def _turn_kernel(
     tl.store(out_ptrs, tl.trans(word), mask=(columns < DV)[:, None])
 
 
-def _turn(v: Tensor, counter: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
-    """``[B, G, DV, PADDED]`` of the values, keys in the order of ``_turn_kernel``, then zeros.
+def _transpose_values(v: Tensor, counter: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
+    """Return the values as ``[B, G, DV, PADDED]``: keys in the order of the kernel, then zeros.
 
-    ``counter`` is zero afterwards.
+    The kernel also sets ``counter`` to zero.
     """
     B, G, SK, DV = v.shape
     sequences, padded = _padded_size(SK, cu_seqlens_k)
     out = torch.empty((B, G, DV, padded), dtype=v.dtype, device=v.device)
-    _turn_kernel[(padded // ALIGNMENT.value * B * G,)](
+    _transpose_values_kernel[(padded // ALIGNMENT.value * B * G,)](
         v.view(torch.uint8), out.view(torch.int32), counter, cu_seqlens_k, sequences, SK, padded,
         DV, G, *v.stride(), TILE_K=ALIGNMENT, TILE_D=_common.next_power_of_2(DV),
         num_warps=8 if DV > 128 else 4,
@@ -240,13 +240,13 @@ def _turn(v: Tensor, counter: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
     return out
 
 
-# Outputs for some of the keys.
+# Merging outputs of the same queries for different keys.
 
 
 @launched
 def _merge_kernel(
-    out_ptr,  # [B, H, S, D] any float, as seen_ptr
-    lse_ptr,  # [B, H, S] fp32, as seen_lse_ptr
+    out_ptr,  # [B, H, S, D] any float; so is seen_ptr
+    lse_ptr,  # [B, H, S] fp32; so is seen_lse_ptr
     seen_ptr, seen_lse_ptr, H, S, D, stride_ob, stride_oh, stride_os, stride_lb, stride_lh,
     stride_sb, stride_sh, stride_ss, stride_nb, stride_nh,
     ROWS: tl.constexpr, D_TILE: tl.constexpr,
@@ -289,51 +289,51 @@ def _load_tiles(
     arguments, GROUP: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: take numbers of tiles, tell the groups, load what they need."""
+    """Run the loading warp: it takes numbers of tiles, tells the groups, and loads for them."""
     q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr = arguments
     q_tiles, k_tiles, v_tiles, numbers = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    PART: gl.constexpr = v_desc.block_type.shape[3]
-    PARTS: gl.constexpr = KEYS // PART
-    end = _tiles_in_all(sizes, 2 * GROUP)
+    SLICE: gl.constexpr = v_desc.block_type.shape[3]
+    SLICES: gl.constexpr = KEYS // SLICE
+    end = _count_tiles(sizes, 2 * GROUP)
     number = gl.program_id(0)
     pass_index = 0
     count = 0
     while number < end:
-        side = pass_index % 2
+        buffer = pass_index % 2
         _tell_number(numbers, number, q_empty, pass_index)
-        heads, queries, keys, first, blocks = _place(number, sizes, 2 * GROUP, KEYS, LEFT, RIGHT)
+        heads, queries, keys, first, blocks = _locate(number, sizes, 2 * GROUP, KEYS, LEFT, RIGHT)
         batch, head, kv_head, _ = heads
         k_start, v_start, _ = keys
         start, _, _, stop, _, _ = blocks
-        mbarrier.expect(q_full.index(side), 2 * q_desc.block_type.nbytes)
+        mbarrier.expect(q_full.index(buffer), 2 * q_desc.block_type.nbytes)
         for group in gl.static_range(2):
-            at = [batch, head, queries[0] + first + GROUP * group, 0]
-            async_load(q_desc, at, q_full.index(side), q_tiles.index(2 * side + group))
+            box = [batch, head, queries[0] + first + GROUP * group, 0]
+            async_load(q_desc, box, q_full.index(buffer), q_tiles.index(2 * buffer + group))
         for block in range(start, stop):
             stage = count % STAGES
             phase = (count // STAGES) & 1
             key = block * KEYS
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            at = [batch, kv_head, k_start + key, 0]
-            async_load(k_desc, at, k_full.index(stage), k_tiles.index(stage))
+            box = [batch, kv_head, k_start + key, 0]
+            async_load(k_desc, box, k_full.index(stage), k_tiles.index(stage))
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            mbarrier.expect(v_full.index(stage), PARTS * v_desc.block_type.nbytes)
-            for index in gl.static_range(PARTS):
-                at = [batch, kv_head, 0, v_start + key + index * PART]
-                async_load(v_desc, at, v_full.index(stage), v_tiles.index(PARTS * stage + index))
+            mbarrier.expect(v_full.index(stage), SLICES * v_desc.block_type.nbytes)
+            for index in gl.static_range(SLICES):
+                box = [batch, kv_head, 0, v_start + key + index * SLICE]
+                async_load(v_desc, box, v_full.index(stage), v_tiles.index(SLICES * stage + index))
             count += 1
         pass_index += 1
         number = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-    # A number that is no tile's: the end.
+    # A number after the last tile tells the groups to stop.
     _tell_number(numbers, number, q_empty, pass_index)
     mbarrier.arrive(q_full.index(pass_index % 2), count=1)
 
 
 @gluon.jit
 def _tiles(desc, COUNT: gl.constexpr, BITS: gl.constexpr = 8):
-    """Allocate shared memory for so many tiles of a descriptor: as FP8, or as float16."""
+    """Allocate shared memory for COUNT tiles of a descriptor, as FP8 or as float16."""
     ROWS: gl.constexpr = desc.block_type.shape[2]
     COLUMNS: gl.constexpr = desc.block_type.shape[3]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(COLUMNS * BITS // 8, 128), BITS, rank=2)
@@ -343,7 +343,7 @@ def _tiles(desc, COUNT: gl.constexpr, BITS: gl.constexpr = 8):
 
 @gluon.jit
 def _barriers(number: gl.constexpr, COUNT: gl.constexpr):
-    """Barriers that wait for so many arrivals each."""
+    """Make barriers, each of which waits for COUNT arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(number):
         mbarrier.init(bars.index(i), count=COUNT)
@@ -352,38 +352,38 @@ def _barriers(number: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def _tell_number(numbers, number, q_empty, pass_index):
-    """The groups, as soon as both have done with the queries of the turn before the last."""
-    side = pass_index % 2
-    mbarrier.wait(q_empty.index(side), ((pass_index // 2) & 1) ^ 1)
+    """Tell the groups a tile's number, once they have released the queries of two passes ago."""
+    buffer = pass_index % 2
+    mbarrier.wait(q_empty.index(buffer), ((pass_index // 2) & 1) ^ 1)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    numbers.index(side).store(gl.full([1], number, gl.int32, ONE))
+    numbers.index(buffer).store(gl.full([1], number, gl.int32, ONE))
 
 
 @gluon.jit
 def _next_number(numbers, q_full, pass_index):
-    """The number that the loading warp has told."""
-    side = pass_index % 2
-    mbarrier.wait(q_full.index(side), (pass_index // 2) & 1)
-    return gl.max(numbers.index(side).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    """Wait for the number of a tile from the loading warp."""
+    buffer = pass_index % 2
+    mbarrier.wait(q_full.index(buffer), (pass_index // 2) & 1)
+    return gl.max(numbers.index(buffer).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 def _row_max(x, like):
-    # In four chains a thread and row, since a warp has no other work while it waits for one.
+    # A thread has four chains for each row: while it waits for a chain, its warp has no other work.
     eighths = gl.max(gl.max(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 16, 8]), 2), 1)
     return gl.convert_layout(gl.max(eighths, 1), like.type.layout)
 
 
 @gluon.jit
 def _row_sum(x, like):
-    """In four chains as well."""
+    """Sum each row in four chains, like ``_row_max``."""
     halves = gl.reshape(x, [x.shape[0], 2, x.shape[1] // 16, 8])
     return gl.convert_layout(gl.sum(gl.sum(gl.sum(halves, 2), 1), 1), like.type.layout)
 
 
 @gluon.jit
 def _exponents(s, largest, factor):
-    """A tile of scores: its probabilities' logarithms, what to scale former sums by, maxima."""
+    """Return the logarithms of a tile's probabilities, the factor of old sums, and the maxima."""
     new = gl.maximum(largest, _row_max(s, largest))
     rescale = gl.exp2((largest - new) * factor)
     return s * factor - gl.expand_dims(new * factor - P_BITS, 1), rescale, new
@@ -391,7 +391,7 @@ def _exponents(s, largest, factor):
 
 @gluon.jit
 def _visible(s, key, rows, SK, earliest, latest, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Which of the keys from ``key`` on each query sees, for a tile like ``s``."""
+    """Return which keys, from ``key`` on, each query sees, as a tile like ``s``."""
     keys = gl.expand_dims(key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
     seen = keys < SK
     if RIGHT:
@@ -403,64 +403,64 @@ def _visible(s, key, rows, SK, earliest, latest, LEFT: gl.constexpr, RIGHT: gl.c
 
 @gluon.jit
 def _hide(s, key, rows, SK, earliest, latest, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Scores of keys from ``key`` on, -inf where a query does not see a key."""
+    """Set the scores of keys from ``key`` on to -inf where a query does not see a key."""
     seen = _visible(s, key, rows, SK, earliest, latest, LEFT, RIGHT)
     return gl.where(seen, s, -float("inf"))
 
 
 @gluon.jit
-def _columns(x, PARTS: gl.constexpr):
-    """The columns of a tile in one slice, or two."""
-    slices = gl.permute(gl.reshape(x, [x.shape[0], PARTS, x.shape[1] // PARTS]), [0, 2, 1])
-    return (x,) if PARTS == 1 else gl.split(slices)
+def _split_columns(x, SLICES: gl.constexpr):
+    """Split the columns of a tile into one slice or two."""
+    slices = gl.permute(gl.reshape(x, [x.shape[0], SLICES, x.shape[1] // SLICES]), [0, 2, 1])
+    return (x,) if SLICES == 1 else gl.split(slices)
 
 
 @gluon.jit
 def _add_values(x, rescale, exp_sum, out, v_tiles, stage):
-    """The GEMM of a tile's probabilities and values, in flight, and the new total."""
+    """Start the GEMM of a tile's probabilities and values; update the sum of exponentials."""
     # While the tensor cores multiply one slice, the other slice's exponentials are computed.
     ROWS: gl.constexpr = x.shape[0]
     WIDTH: gl.constexpr = v_tiles.shape[1]
-    PART: gl.constexpr = v_tiles.shape[2]
-    PARTS: gl.constexpr = x.shape[1] // PART
+    SLICE: gl.constexpr = v_tiles.shape[2]
+    SLICES: gl.constexpr = x.shape[1] // SLICE
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
-    X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
+    X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 32])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
     out = out * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT)), 1)
     exp_sum *= rescale
-    slices = _columns(x, PARTS)
-    for index in gl.static_range(PARTS):
+    slices = _split_columns(x, SLICES)
+    for index in gl.static_range(SLICES):
         p = gl.exp2(gl.convert_layout(slices[index], X_LAYOUT, assert_trivial=True))
         exp_sum += _row_sum(p, exp_sum)
-        # In the order of keys that ``_turn_kernel`` has this moves nothing between threads.
-        p8 = gl.reshape(p.to(gl.float8e4nv), [ROWS, PART // 16, 2, 4, 2])
-        p8 = gl.reshape(gl.permute(p8, [0, 1, 3, 2, 4]), [ROWS, PART])
+        # Thanks to the order of keys in v, this moves nothing between threads.
+        p8 = gl.reshape(p.to(gl.float8e4nv), [ROWS, SLICE // 16, 2, 4, 2])
+        p8 = gl.reshape(gl.permute(p8, [0, 1, 3, 2, 4]), [ROWS, SLICE])
         p8 = gl.convert_layout(p8, P_LAYOUT, assert_trivial=True)
-        v = v_tiles.index(PARTS * stage + index).permute((1, 0))
+        v = v_tiles.index(SLICES * stage + index).permute((1, 0))
         out = warpgroup_mma(p8, v, out, is_async=True)
     return out, exp_sum
 
 
 @gluon.jit
 def _step(sums, q, k_tiles, v_tiles, bars, count, factor, STAGES: gl.constexpr):
-    """One block of keys, whose scores are there, and the scores of the next."""
+    """Add one block of keys, whose scores are given, and compute the scores of the next block."""
     s, largest, exp_sum, out = sums
     k_full, k_empty, v_full, v_empty = bars
-    PARTS: gl.constexpr = s.shape[1] // v_tiles.shape[2]
+    SLICES: gl.constexpr = s.shape[1] // v_tiles.shape[2]
     stage = count % STAGES
     phase = (count // STAGES) & 1
     count += 1
     ahead = count % STAGES
     x, rescale, largest = _exponents(s, largest, factor)
     mbarrier.wait(k_full.index(ahead), (count // STAGES) & 1)
-    # Into the registers of the scores that are done with: none have to be moved.
+    # The new scores overwrite the registers of the old, so that no register has to be moved.
     k = k_tiles.index(ahead).permute((1, 0))
     s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
-    # As early as this, because the branch in a wait keeps ptxas from moving exponentials
+    # The wait comes this early, because its branch keeps ptxas from moving exponentials
     # ahead of the scores' GEMM.
     mbarrier.wait(v_full.index(stage), phase)
     out, exp_sum = _add_values(x, rescale, exp_sum, out, v_tiles, stage)
-    s = warpgroup_mma_wait(PARTS, (s,))
+    s = warpgroup_mma_wait(SLICES, (s,))
     mbarrier.arrive(k_empty.index(ahead), count=1)
     out = warpgroup_mma_wait(0, (out,))
     mbarrier.arrive(v_empty.index(stage), count=1)
@@ -472,7 +472,7 @@ def _attend(  # noqa: PLR0915
     arguments, group: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """A group of four warps: its queries of every tile, all the keys."""
+    """Run a group of four warps: its queries of every tile look at all the keys."""
     tiles, bars, sizes, factor, v_scale, out_ptr, lse_ptr, max_ptr, DV = arguments
     q_tiles, k_tiles, v_tiles, numbers = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -483,12 +483,12 @@ def _attend(  # noqa: PLR0915
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
 
-    end = _tiles_in_all(sizes, 2 * ROWS)
+    end = _count_tiles(sizes, 2 * ROWS)
     pass_index = 0
     count = 0
     number = _next_number(numbers, q_full, pass_index)
     while number < end:
-        heads, queries, keys, first, blocks = _place(number, sizes, 2 * ROWS, KEYS, LEFT, RIGHT)
+        heads, queries, keys, first, blocks = _locate(number, sizes, 2 * ROWS, KEYS, LEFT, RIGHT)
         SQ, SK = queries[2], keys[2]
         start, masked_to, masked_from, stop, earliest, latest = blocks
         last = stop - 1 - start
@@ -503,7 +503,7 @@ def _attend(  # noqa: PLR0915
         s = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
         s = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), s, use_acc=False)
         mbarrier.arrive(k_empty.index(stage), count=1)
-        # Only the last block of a square causal mask, and of none, has keys that are masked.
+        # With a square causal mask, or with none, only the last block has masked keys.
         between = gl.minimum(masked_from - start, last) if RIGHT == 1 else last
         bounds = 0, masked_to, between, last
         for section in gl.static_range(3):
@@ -526,53 +526,53 @@ def _attend(  # noqa: PLR0915
         count += 1
         pass_index += 1
 
-        # The total is times 2 ** 8 too; of a query that saw no key it is 0.
+        # The sum, too, is held times 2 ** 8; it is 0 for a query that saw no key.
         decode = gl.where(exp_sum == 0, 0.0, v_scale / exp_sum)
         out = out * gl.expand_dims(gl.convert_layout(decode, gl.SliceLayout(1, O_LAYOUT)), 1)
         _store(out_ptr, out, first + ROWS * group, heads, queries, DV, sizes)
         max_score = largest * factor * LN_2
         lse = max_score - P_BITS * LN_2 + gl.log(exp_sum)
-        of_row = heads[3].to(gl.int64) * sizes[3] + queries[0] + rows
-        gl.store(lse_ptr + of_row, lse, mask=rows < SQ)
+        row_offsets = heads[3].to(gl.int64) * sizes[3] + queries[0] + rows
+        gl.store(lse_ptr + row_offsets, lse, mask=rows < SQ)
         max_score = gl.where(exp_sum == 0, -float("inf"), max_score)
-        gl.store(max_ptr + of_row, max_score, mask=rows < SQ)
+        gl.store(max_ptr + row_offsets, max_score, mask=rows < SQ)
         number = _next_number(numbers, q_full, pass_index)
 
 
 @gluon.jit
-def _store(out_ptr, out, first, heads, of_sequence, D, sizes):
-    """Store rows of a tile, from the given one of its sequence on, in ``[B, S, H, D]``."""
-    # Eight neighbours to a thread: of the tensor cores' layout a warp stores eight rows at a time,
-    # 16 bytes of each. They go through shared memory, which holds 128 columns of each group.
+def _store(out_ptr, out, first, heads, sequence, D, sizes):
+    """Store rows of a tile, from row ``first`` of its sequence on, in ``[B, S, H, D]``."""
+    # A thread stores eight neighbours. In the tensor cores' layout, a warp would store 16 bytes of
+    # each of eight rows. The data go through shared memory, which has 128 columns of each group.
     ROWS: gl.constexpr = out.shape[0]
-    PARTS: gl.constexpr = (out.shape[1] + 127) // 128
-    COLUMNS: gl.constexpr = out.shape[1] // PARTS
+    SLICES: gl.constexpr = (out.shape[1] + 127) // 128
+    COLUMNS: gl.constexpr = out.shape[1] // SLICES
     LANES: gl.constexpr = COLUMNS // 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    slices = _columns(out.to(out_ptr.dtype.element_ty), PARTS)
+    slices = _split_columns(out.to(out_ptr.dtype.element_ty), SLICES)
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     stride = sizes[1] * D
-    start = of_sequence[0]
+    start = sequence[0]
     tokens = rows
     if sizes[9] is not None:
-        tokens = gl.load(sizes[9] + start + rows, mask=rows < of_sequence[2], other=0)
+        tokens = gl.load(sizes[9] + start + rows, mask=rows < sequence[2], other=0)
         tokens = gl.maximum(tokens, ~tokens)
         start = 0
     out_ptr += (heads[0].to(gl.int64) * sizes[3] + start) * stride + heads[1] * D
-    for index in gl.static_range(PARTS):
+    for index in gl.static_range(SLICES):
         columns = index * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
         offsets = gl.expand_dims(tokens.to(gl.int64) * stride, 1) + gl.expand_dims(columns, 0)
-        inside = gl.expand_dims(rows < of_sequence[2], 1) & gl.expand_dims(columns < D, 0)
+        inside = gl.expand_dims(rows < sequence[2], 1) & gl.expand_dims(columns < D, 0)
         gl.store(out_ptr + offsets, gl.convert_layout(slices[index], LAYOUT), mask=inside)
 
 
-# Sizes are no constants: of a single key, all masked probabilities would be one value to ptxas,
+# Sizes must not be specialised: with a single key, all masked probabilities are one value to ptxas,
 # which then takes half of a word of them from a register that was never written (CUDA 12.8).
 @launched(language=gluon, do_not_specialize=["SQ", "SK", "EARLIEST", "LATEST"])
 def _attention_kernel(
     q_desc,  # [B, H, SQ, D] fp8, in tiles of [GROUP, WIDTH]
     k_desc,  # [B, G, SK, D] fp8, in tiles of [KEYS, WIDTH]
-    v_desc,  # [B, G, DV, SK] fp8, from _turn, in tiles of [V_WIDTH, PART]
+    v_desc,  # [B, G, DV, SK] fp8, transposed, in tiles of [V_WIDTH, SLICE]
     q_scale_ptr,  # [1] fp32
     k_scale_ptr,  # [1] fp32
     v_scale_ptr,  # [1] fp32
@@ -580,27 +580,27 @@ def _attention_kernel(
     lse_ptr,  # [B, H, SQ] fp32
     max_ptr,  # [B, H, SQ] fp32
     counter_ptr,  # [1] int32, zero
-    plan_ptr,  # of _plan_kernel; None: one sequence in each of the batch
-    token_ptr,  # None, or [SQ] int32: the tokens of queries that were packed
+    plan_ptr,  # from _plan_kernel; None: a sequence for each of the batch
+    token_ptr,  # None, or [SQ] int32: the tokens of packed queries
     B, H, G, SQ, SK,
-    EARLIEST,  # the first key that query 0 sees, of a key count that is the query count if PACKED
-    LATEST,  # the last
+    EARLIEST,  # the first key that query 0 sees; with a plan, as if SK were SQ
+    LATEST,  # the last key that query 0 sees, with a plan like EARLIEST
     DV, scale,
     STAGES: gl.constexpr,
-    LEFT: gl.constexpr,  # whether EARLIEST holds
-    RIGHT: gl.constexpr,  # whether LATEST holds: 0, 1, or 2 where one block of a tile is masked
+    LEFT: gl.constexpr,  # whether EARLIEST is a limit
+    RIGHT: gl.constexpr,  # whether LATEST is a limit: 0, 1, or 2 if one block of a tile is masked
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     GROUP: gl.constexpr = q_desc.block_type.shape[2]
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
-    # Queries and numbers of two tiles.
+    # There are buffers for the queries and numbers of two tiles.
     tiles = (
         _tiles(q_desc, 4),
         _tiles(k_desc, STAGES),
         _tiles(v_desc, KEYS // v_desc.block_type.shape[3] * STAGES),
         gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
-    # Two groups empty one.
+    # Two groups have to empty a buffer.
     q_full, q_empty = _barriers(2, 1), _barriers(2, 2)
     k_full, k_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
     v_full, v_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
@@ -623,7 +623,7 @@ def _attention_kernel(
 
 
 def _has_kernel(q: Tensor, v: Tensor, scale: float, cu_seqlens_q: Tensor | None) -> bool:
-    """Whether Hopper's kernel computes it."""
+    """Whether Hopper's kernel computes this attention."""
     no_sequence = cu_seqlens_q is not None and cu_seqlens_q.shape[0] == 1
     if scale <= 0 or not q.numel() or not v.numel() or no_sequence:
         return False
@@ -631,12 +631,12 @@ def _has_kernel(q: Tensor, v: Tensor, scale: float, cu_seqlens_q: Tensor | None)
 
 
 def _width(head: int) -> int:
-    """The columns of a tile: zeros are behind those of a head."""
+    """Return the columns of a tile, which has zeros after the columns of a head."""
     return max(_common.next_power_of_2(head), 32)
 
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Describe FP8 data for TMA; more columns of zeros do not change a score."""
+    """Describe FP8 data for TMA; the columns of zeros that it adds change no score."""
     missing = -x.shape[-1] % 16
     if missing:
         x = torch.nn.functional.pad(x.view(torch.uint8), (0, missing)).view(x.dtype)
@@ -656,21 +656,21 @@ def fp8_attention(
     token_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not _has_kernel(q, v, scale, cu_seqlens_q):
-        return plain.fp8_attention(
+        return reference.fp8_attention(
             q, k, v, q_scale, k_scale, v_scale, window, scale, out_dtype, cu_seqlens_q,
             cu_seqlens_k, token_q,
         )  # fmt: skip
     (B, H, SQ, D), (_, G, SK, DV) = q.shape, v.shape
     left, right, diagonal = window
-    # Loads of so many keys at once, as many as fit into 227 KB of shared memory. Of wide values the
-    # output takes half of the registers.
+    # So many keys are loaded at once, in as many stages as 227 KB of shared memory can hold. With
+    # wide values, the output takes half of the registers.
     keys, stages = (64, 4) if DV > 128 else (128, 3)
     stages -= D > 128
-    out = plain.empty_by_token(q, (B, H, SQ, DV), out_dtype)
+    out = reference.empty_by_token(q, (B, H, SQ, DV), out_dtype)
     lse, max_scores = (q.new_empty((B, H, SQ), dtype=torch.float32) for _ in range(2))
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
     v_width = max(_common.next_power_of_2(DV), 16)
-    v_desc = _descriptor(_turn(v, counter, cu_seqlens_k), v_width, _PART)
+    v_desc = _descriptor(_transpose_values(v, counter, cu_seqlens_k), v_width, _SLICE)
     q_desc, k_desc = _descriptor(q, _GROUP, _width(D)), _descriptor(k, keys, _width(D))
     tiles = _common.ceil_div(SQ, _QUERIES) * B
     plan = None
@@ -693,7 +693,7 @@ def fp8_attention(
 def _plan(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, SQ: int, tiles: int, *, last_first: bool
 ) -> Tensor:
-    """Where each tile's sequence lies; ``tiles`` is the most that there can be."""
+    """Make a plan of the tiles of packed sequences; there are at most ``tiles``."""
     sequences = cu_seqlens_q.shape[0] - 1
     plan = cu_seqlens_q.new_empty((1 + tiles, FIELDS.value), dtype=torch.int32)
     _plan_kernel[(sequences + 1,)](

@@ -1,27 +1,26 @@
 """Backward of FP8 attention on Hopper.  B batch, H heads, G key/value heads, S sequence, D head.
 
-Heads of up to 128 in e4m3 have kernels of their own, for all windows and packed sequences. None
-holds scores in memory or adds with atomics, so gradients are equal in every bit whenever they are
-computed. ``_prepare_kernel`` casts the output's gradient to e4m3 with a scale for each query,
-also transposed, and computes what the softmax's gradient subtracts. ``_keys_kernel`` has 128 keys a
-tile and looks at the queries that see them; ``_queries_kernel`` has 128 queries and looks at the
-keys that they see. Forward's ``_place`` finds both: with the sides exchanged, keys see queries. In
-what both kernels share, a tile has rows, and its blocks are of columns. Both
-recompute the scores, and the gradients of the probabilities, by FP8 GEMMs. One kernel for both
-would have two GEMMs less, but would add 64 KB of the queries' gradients in memory for every 128 x
-128 scores, and the order of these sums would be chance.
+Heads of up to 128 in e4m3 have kernels in this file, for all windows and packed sequences. The
+kernels keep no scores in memory and add without atomics, so gradients are reproducible in every
+bit. ``_prepare_kernel`` casts the output's gradient to e4m3 with a scale for each query, also
+transposed, and computes the term that the softmax's gradient subtracts. A tile of ``_keys_kernel``
+has 128 keys and looks at the queries that see them; a tile of ``_queries_kernel`` has 128 queries
+and looks at the keys that they see. The forward's ``_locate`` serves both: if queries and keys are
+exchanged, keys see queries. In functions of both kernels, tiles have rows and blocks have columns.
+Both kernels recompute the scores, and the gradients of the probabilities, by FP8 GEMMs. A single
+kernel would save two GEMMs, but would add 64 KB of the queries' gradients in memory for every 128 x
+128 scores, in a random order.
 
-The gradients of the values are an FP8 GEMM of the probabilities, each times its query's scale and
-relative to the largest such weight of all queries that see a tile of keys: relative to 1, those of
-long sequences would be less than e4m3 holds. The forward's largest scores tell these weights. The
+The gradients of the values are an FP8 GEMM of weights. A weight is a probability times its query's
+scale, relative to the largest weight of all queries that see a tile of keys: relative to 1, weights
+of long sequences would be too small for e4m3. The forward's largest scores give these weights. The
 gradients of the scores are rounded to float16, in whose range ``DS_SCALE`` keeps them, and
-multiplied by keys and queries in float16, which holds FP8 data as it is: a group of four warps
-converts each block in shared memory. Persistent tiles, two groups of consumers and a loading warp
-are as in ``attention.py``.
+multiplied by keys and queries in float16, which represents FP8 data exactly: a group of four warps
+converts each block in shared memory. Persistent programs, two groups of consumers and a loading
+warp are as in ``attention.py``.
 
-For what these kernels do not take, cuDNN (or flash attention, where PyTorch is asked to be
-deterministic) computes in 16 bits, on the dequantized operands. Both ways use the forward's output
-and log-sum-exp.
+Operands that these kernels do not support are dequantized, and cuDNN (or flash attention, if torch
+has to be deterministic) computes in 16 bits. Both ways use the forward's output and log-sum-exp.
 """
 
 from __future__ import annotations
@@ -51,42 +50,42 @@ from float8lab.ops.kernels.attention import (
     LOG2_E,
     P_BITS,
     _barriers,
+    _count_tiles,
     _descriptor,
     _has_kernel,
+    _locate,
     _next_number,
     _padded_size,
-    _place,
     _plan,
     _sequence_at,
     _store,
     _tell_number,
     _tiles,
-    _tiles_in_all,
     _visible,
     _width,
 )
 from float8lab.ops.kernels.dequantize import dequantize
-from float8lab.ops.reference import attention as plain
+from float8lab.ops.reference import attention as reference
 from float8lab.ops.reference import round_up
 
 aten = torch.ops.aten
 
 ROWS = gl.constexpr(64)
-"""Rows of a group's half of a tile, and of the blocks that it looks at."""
+"""Rows of a group's half of a tile, and of the blocks that the group looks at."""
 DS_SCALE = gl.constexpr(2.0**-18)
-"""Gradients of scores are held times it: below 65504, as 2 ** 8 * 2 * 128 * 448 * 448 is, too."""
+"""Gradients of scores are multiplied by it: 2 ** 8 * 2 * 128 * 448 * 448 stays below 65504."""
 DECODE = gl.constexpr(2.0**10)
 """``1 / (DS_SCALE * 2 ** P_BITS)``."""
 CONSUMER_REGISTERS, CONVERTER_REGISTERS, LOADER_REGISTERS = map(gl.constexpr, (224, 40, 24))
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
-"""How scores lie in registers."""
+"""The layout of scores in registers."""
 
 
 @launched
 def _prepare_kernel(
     dout_ptr,  # [B, H, S, DV]
     out_ptr,  # [B, H, S, DV]
-    token_ptr,  # None, or [S] int32: which tokens of these two are the rows of all others
+    token_ptr,  # None, or [S] int32: the token of dout and out that each packed row has
     lse_ptr,  # [B, H, S] fp32
     max_ptr,  # [B, H, S] fp32
     v_scale_ptr,  # [1] fp32
@@ -112,35 +111,35 @@ def _prepare_kernel(
         start, padded_start, size = _sequence_at(position, cu_seqlens_ptr, SEQUENCES)
         queries, end = rows - padded_start + start, start + size
     inside = queries < end
-    present = inside[:, None] & (columns < DV)[None, :]
-    of_head = (head // H) * stride_db + (head % H) * stride_dh
+    exists = inside[:, None] & (columns < DV)[None, :]
+    head_offset = (head // H) * stride_db + (head % H) * stride_dh
     tokens = queries
     if token_ptr is not None:
         tokens = tl.load(token_ptr + queries, mask=inside, other=0)
-    at = tokens.to(tl.int64)[:, None] * stride_ds + columns[None, :]
-    dout = tl.load(dout_ptr + of_head + at, mask=present, other=0).to(tl.float32)
-    of_head = (head // H) * stride_ob + (head % H) * stride_oh
-    at = tokens.to(tl.int64)[:, None] * stride_os + columns[None, :]
-    out = tl.load(out_ptr + of_head + at, mask=present, other=0).to(tl.float32)
+    offsets = tokens.to(tl.int64)[:, None] * stride_ds + columns[None, :]
+    dout = tl.load(dout_ptr + head_offset + offsets, mask=exists, other=0).to(tl.float32)
+    head_offset = (head // H) * stride_ob + (head % H) * stride_oh
+    offsets = tokens.to(tl.int64)[:, None] * stride_os + columns[None, :]
+    out = tl.load(out_ptr + head_offset + offsets, mask=exists, other=0).to(tl.float32)
     # A smaller scale would have no reciprocal in float32.
     scale = tl.maximum(tl.max(tl.abs(dout), 1) / 448.0, 2.0**-100)
     d_ptrs = d_ptr + (head * PADDED + rows)[:, None] * WIDTH + columns[None, :]
     tl.store(d_ptrs, (dout * (1.0 / scale)[:, None]).to(tl.float8e4nv))
-    # They are read from memory: ptxas of CUDA 12.8 loses converted values that are used twice.
+    # The FP8 data are read back: ptxas of CUDA 12.8 loses converted values that are used twice.
     tl.debug_barrier()
     d = tl.load(d_ptrs)
     delta = tl.sum(d.to(tl.float32) * out, 1) * (DS_SCALE / tl.load(v_scale_ptr))
     lse = tl.load(lse_ptr + head * S + queries, mask=inside, other=-float("inf"))
-    # What sees no key has no probabilities, as what lies behind the last query.
+    # A query that sees no key has no probabilities, and neither has a row after the last query.
     lse = tl.where(lse == -float("inf"), 2e30, lse * LOG2_E - tl.log2(scale))
     max_score = tl.load(max_ptr + head * S + queries, mask=inside, other=-float("inf"))
     tl.store(weights_ptr + program, tl.max(max_score * LOG2_E - lse, 0))
     plane = (tl.num_programs(0) // tiles).to(tl.int64) * PADDED
-    of_row = rows_ptr + head * PADDED + rows
-    tl.store(of_row, lse)
-    tl.store(of_row + plane, delta)
-    tl.store(of_row + 2 * plane, scale)
-    # Row 16 a + 8 b + 2 c + e is byte 2 b + e of word 4 a + c, as in attention.py's _turn_kernel.
+    row_ptrs = rows_ptr + head * PADDED + rows
+    tl.store(row_ptrs, lse)
+    tl.store(row_ptrs + plane, delta)
+    tl.store(row_ptrs + 2 * plane, scale)
+    # Row 16 a + 8 b + 2 c + e is byte 2 b + e of word 4 a + c, as in _transpose_values_kernel.
     x = tl.reshape(d.to(tl.uint8, bitcast=True), [ROWS // 16, 2, 4, 2, WIDTH])
     even, odd = tl.split(tl.reshape(tl.permute(x, [0, 2, 4, 1, 3]), [ROWS // 4, WIDTH, 2, 2]))
     b0, b2 = tl.split(even)
@@ -148,23 +147,23 @@ def _prepare_kernel(
     word = b0.to(tl.int32) | (b1.to(tl.int32) << 8)
     word |= (b2.to(tl.int32) << 16) | (b3.to(tl.int32) << 24)
     words = program % tiles * (ROWS // 4) + tl.arange(0, ROWS // 4)
-    of_head = transposed_ptr + head * WIDTH * (PADDED // 4)
-    tl.store(of_head + columns[:, None] * (PADDED // 4) + words[None, :], tl.trans(word))
+    head_ptr = transposed_ptr + head * WIDTH * (PADDED // 4)
+    tl.store(head_ptr + columns[:, None] * (PADDED // 4) + words[None, :], tl.trans(word))
 
 
 def _prepare(
     dout: Tensor, out: Tensor, token: Tensor | None, lse: Tensor, max_scores: Tensor,
     v_scale: Tensor, cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Cast the output's gradient for both kernels, padded to whole tiles of each sequence.
+    """Cast the output's gradient for both kernels, padded to complete tiles of each sequence.
 
     Returns:
-        The FP8 data, the same transposed with queries in the order of the forward's keys, float32
-        ``[3, B * H, PADDED]`` of each query, of each block of queries the logarithm of the largest
-        weight (a probability times its query's scale), ``[B * H, PADDED / ROWS]``, and two counters
-        that are zero. The three numbers of a query are the logarithm (of two) of its sum of
-        exponentials less that of its scale, what softmax subtracts from the gradient of a
-        probability (over the scales of query and values, times DS_SCALE), and its scale.
+        The FP8 data; the data transposed, with queries in the order of the forward's keys; three
+        float32 numbers of each query, ``[3, B * H, PADDED]``; log2 of the largest weight (a
+        probability times its query's scale) of each block of queries, ``[B * H, PADDED / ROWS]``;
+        and two counters that are zero. The numbers of a query are log2 of its sum of exponentials
+        minus log2 of its scale; the term that softmax subtracts from the gradient of a probability
+        (divided by the scales of query and values, times DS_SCALE); and its scale.
     """
     B, H, S, DV = dout.shape
     (sequences, padded), width = _padded_size(S, cu_seqlens), _width(DV)
@@ -183,59 +182,59 @@ def _prepare(
 
 @gluon.jit
 def _load_tiles(
-    arguments, OF_KEYS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr
+    arguments, FOR_KEYS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr
 ):
     """Run the loading warp: it takes numbers of tiles, tells the groups, and loads for them."""
     fixed, streamed, numbers, bars, sizes, counter_ptr = arguments
     a_desc, b_desc, a_tiles, b_tiles = fixed
     fixed_full, fixed_empty, full, empty, _half_full = bars
-    of_tiles, heads_in_turn = sizes
-    end = _tiles_in_all(of_tiles, 2 * ROWS)
+    tiling, heads_per_tile = sizes
+    end = _count_tiles(tiling, 2 * ROWS)
     number = gl.program_id(0)
     pass_index = 0
     count = 0
     while number < end:
         _tell_number(numbers, number, fixed_empty, pass_index)
-        heads, rows, columns, first, blocks = _place(number, of_tiles, 2 * ROWS, ROWS, LEFT, RIGHT)
+        heads, rows, columns, first, blocks = _locate(number, tiling, 2 * ROWS, ROWS, LEFT, RIGHT)
         batch, head, column_head, _ = heads
         start, padded_start, _ = columns
-        side = pass_index % 2
-        bar = fixed_full.index(side)
+        buffer = pass_index % 2
+        bar = fixed_full.index(buffer)
         mbarrier.expect(bar, 4 * a_desc.block_type.nbytes)
         for group in gl.static_range(2):
             row = first + ROWS * group
-            at = [batch, head, rows[0] + row, 0]
-            async_load(a_desc, at, bar, a_tiles.index(2 * side + group))
-            if not OF_KEYS:
-                at = [batch, head, rows[1] + row, 0]  # of gradients that are padded
-            async_load(b_desc, at, bar, b_tiles.index(2 * side + group))
-        for index in range(heads_in_turn):
-            x_head = column_head * heads_in_turn + index
+            box = [batch, head, rows[0] + row, 0]
+            async_load(a_desc, box, bar, a_tiles.index(2 * buffer + group))
+            if not FOR_KEYS:
+                box = [batch, head, rows[1] + row, 0]  # the gradients are padded
+            async_load(b_desc, box, bar, b_tiles.index(2 * buffer + group))
+        for index in range(heads_per_tile):
+            x_head = column_head * heads_per_tile + index
             for block in range(blocks[0], blocks[3]):
                 stage = count % STAGES
                 mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
                 bar = full.index(stage)
-                at = [batch, x_head, start + block * ROWS, 0]
-                if OF_KEYS:
+                box = [batch, x_head, start + block * ROWS, 0]
+                if FOR_KEYS:
                     x_desc, y_desc, t_desc, r_desc, x_tiles, y_tiles, t_tiles, r_tiles = streamed
                     rows_bytes: gl.constexpr = 2 * r_desc.block_type.nbytes
                     mbarrier.expect(bar, 3 * x_desc.block_type.nbytes + rows_bytes)
                     row = padded_start + block * ROWS
                     async_load(t_desc, [batch, x_head, 0, row], bar, t_tiles.index(stage))
-                    of_head = batch * of_tiles[1] * heads_in_turn + x_head
+                    x_row = batch * tiling[1] * heads_per_tile + x_head
                     for plane in gl.static_range(2):
-                        of_rows = [plane, of_head, row]
-                        async_load(r_desc, of_rows, bar, r_tiles.index(2 * stage + plane))
+                        row_box = [plane, x_row, row]
+                        async_load(r_desc, row_box, bar, r_tiles.index(2 * stage + plane))
                     async_load(y_desc, [batch, x_head, row, 0], bar, y_tiles.index(stage))
                 else:
                     x_desc, y_desc, x_tiles, y_tiles = streamed
                     mbarrier.expect(bar, 2 * x_desc.block_type.nbytes)
-                    async_load(y_desc, at, bar, y_tiles.index(stage))
-                async_load(x_desc, at, bar, x_tiles.index(stage))
+                    async_load(y_desc, box, bar, y_tiles.index(stage))
+                async_load(x_desc, box, bar, x_tiles.index(stage))
                 count += 1
         pass_index += 1
         number = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-    # A number that is no tile's: the end.
+    # A number after the last tile tells the groups to stop.
     _tell_number(numbers, number, fixed_empty, pass_index)
     mbarrier.arrive(fixed_full.index(pass_index % 2), count=1)
 
@@ -249,23 +248,23 @@ def _convert_tiles(
     LANES: gl.constexpr = x_tiles.shape[2] // 16
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 16], [32 // LANES, LANES], [4, 1], [1, 0])
     fixed_full, full, half_full = bars[0], bars[2], bars[4]
-    of_tiles, heads_in_turn = sizes
+    tiling, heads_per_tile = sizes
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROW))
-    end = _tiles_in_all(of_tiles, 2 * ROWS)
+    end = _count_tiles(tiling, 2 * ROWS)
     pass_index = 0
     count = 0
     number = _next_number(numbers, fixed_full, pass_index)
     while number < end:
-        _heads, _rows, columns, _first, blocks = _place(
-            number, of_tiles, 2 * ROWS, ROWS, LEFT, RIGHT
+        _heads, _rows, columns, _first, blocks = _locate(
+            number, tiling, 2 * ROWS, ROWS, LEFT, RIGHT
         )
-        for _head in range(heads_in_turn):
+        for _head in range(heads_per_tile):
             for block in range(blocks[0], blocks[3]):
                 stage = count % STAGES
                 mbarrier.wait(full.index(stage), (count // STAGES) & 1)
                 x = x_tiles.index(stage).load(BY_ROW).to(gl.float16)
-                if of_tiles[7] is not None:
-                    # What lies behind a sequence may be NaN, which no probability of 0 hides.
+                if tiling[7] is not None:
+                    # Data after a sequence may be NaN, which even a probability of 0 does not hide.
                     inside = gl.expand_dims(block * ROWS + rows < columns[2], 1)
                     x = gl.where(inside, x, 0.0)
                 half_tiles.index(stage).store(x)
@@ -278,7 +277,7 @@ def _convert_tiles(
 
 @gluon.jit
 def _all_barriers(STAGES: gl.constexpr):
-    """Make barriers of tiles, of blocks, and of blocks in float16; two groups empty one."""
+    """Make barriers of tiles, blocks and float16 blocks; two groups have to empty a buffer."""
     fixed_full, fixed_empty = _barriers(2, 1), _barriers(2, 2)
     full, empty, half_full = _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(STAGES, 1)
     fence_async_shared()
@@ -293,7 +292,7 @@ def _add_queries(
     dk, dv, k, v, streamed, bars, count, factor, offset, query, mask, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Add one block of queries to the sums; scores are transposed, a key to a row."""
+    """Add a block of queries to the sums; scores are transposed, so that each row is a key."""
     q_tiles, d_tiles, t_tiles, r_tiles, half_tiles = streamed
     full, empty, half_full = bars
     stage = count % STAGES
@@ -309,7 +308,7 @@ def _add_queries(
     if MASKED:
         x = gl.where(_visible(s, query, *mask, LEFT, RIGHT), x, -float("inf"))
     p = gl.exp2(x)
-    # In the order of queries that _prepare_kernel has this moves nothing between threads.
+    # Thanks to the order of queries from _prepare_kernel, this moves nothing between threads.
     p8 = gl.reshape(p.to(gl.float8e4nv), [ROWS, ROWS // 16, 2, 4, 2])
     p8 = gl.reshape(gl.permute(p8, [0, 1, 3, 2, 4]), [ROWS, ROWS])
     p8 = gl.convert_layout(p8, gl.DotOperandLayout(0, dv.type.layout, 4), assert_trivial=True)
@@ -327,26 +326,26 @@ def _add_queries(
 
 @launched
 def _largest_kernel(
-    weights_ptr,  # [B * H, BLOCKS] fp32: of blocks of queries, logarithms of the largest weights
-    largest_ptr,  # [B * G, TILES] fp32: the largest of all queries that look at a tile of keys
-    plan_ptr,  # of attention.py's _plan_kernel for tiles of keys; None: one sequence in each batch
+    weights_ptr,  # [B * H, BLOCKS] fp32: log2 of the largest weight of each block of queries
+    largest_ptr,  # [B * G, TILES] fp32: the largest for the queries that see a tile of keys
+    plan_ptr,  # from _plan_kernel for tiles of keys; None: a sequence for each of the batch
     B, G, HEADS, SK, SQ, EARLIEST, LATEST, BLOCKS,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     sizes = B, G, G, SK, SQ, EARLIEST, LATEST, plan_ptr, 0, None
-    if number < _tiles_in_all(sizes, 2 * ROWS):
-        heads, _, queries, _, blocks = _place(number, sizes, 2 * ROWS, ROWS, LEFT, RIGHT)
+    if number < _count_tiles(sizes, 2 * ROWS):
+        heads, _, queries, _, blocks = _locate(number, sizes, 2 * ROWS, ROWS, LEFT, RIGHT)
         lanes = tl.arange(0, WIDTH)
         largest = tl.full([WIDTH], -float("inf"), tl.float32)
         for head in range(HEADS):
-            of_head = weights_ptr + (heads[3] * HEADS + head).to(tl.int64) * BLOCKS
-            of_head += queries[1] // ROWS
+            head_ptr = weights_ptr + (heads[3] * HEADS + head).to(tl.int64) * BLOCKS
+            head_ptr += queries[1] // ROWS
             for first in range(blocks[0], blocks[3], WIDTH):
                 seen = first + lanes < blocks[3]
-                weight = tl.load(of_head + first + lanes, mask=seen, other=-float("inf"))
+                weight = tl.load(head_ptr + first + lanes, mask=seen, other=-float("inf"))
                 largest = tl.maximum(largest, weight)
-        # A power of two, by which results are multiplied without rounding.
+        # Rounding up gives a power of two, by which results are multiplied exactly.
         tl.store(largest_ptr + number, tl.ceil(tl.max(largest, 0)))
 
 
@@ -364,16 +363,16 @@ def _attend_queries(
     V_WIDTH: gl.constexpr = v_tiles.shape[2]
     DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_WIDTH, 32])
-    of_tiles, heads_in_turn = sizes
-    end = _tiles_in_all(of_tiles, 2 * ROWS)
+    tiling, heads_per_tile = sizes
+    end = _count_tiles(tiling, 2 * ROWS)
     pass_index = 0
     count = 0
     number = _next_number(numbers, fixed_full, pass_index)
     while number < end:
-        heads, keys, queries, first, blocks = _place(number, of_tiles, 2 * ROWS, ROWS, LEFT, RIGHT)
+        heads, keys, queries, first, blocks = _locate(number, tiling, 2 * ROWS, ROWS, LEFT, RIGHT)
         start, masked_to, masked_from, stop, earliest, latest = blocks
-        side = pass_index % 2
-        k, v = k_tiles.index(2 * side + group), v_tiles.index(2 * side + group)
+        buffer = pass_index % 2
+        k, v = k_tiles.index(2 * buffer + group), v_tiles.index(2 * buffer + group)
         first += ROWS * group
         rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         mask = rows, queries[2], earliest, latest
@@ -381,22 +380,22 @@ def _attend_queries(
         offset = largest - P_BITS
         dk = gl.zeros([ROWS, WIDTH], gl.float32, DK_LAYOUT)
         dv = gl.zeros([ROWS, V_WIDTH], gl.float32, DV_LAYOUT)
-        # Behind the last query there are zeros, but for the queries of the next sequence.
-        MASKS_END: gl.constexpr = RIGHT or of_tiles[7] is not None
+        # After the last query there are zeros, unless there are queries of the next sequence.
+        MASKS_END: gl.constexpr = RIGHT or tiling[7] is not None
         between = gl.minimum(masked_from, stop) if MASKS_END else stop
         bounds = start, masked_to, between, stop
-        for _head in range(heads_in_turn):
+        for _head in range(heads_per_tile):
             for section in gl.static_range(3):
                 for block in range(bounds[section], bounds[section + 1]):
                     dk, dv, count = _add_queries(
                         dk, dv, k, v, streamed, block_bars, count, factor, offset, block * ROWS,
                         mask, LEFT, RIGHT, section != 1, STAGES,
                     )  # fmt: skip
-        mbarrier.arrive(fixed_empty.index(side), count=1)
+        mbarrier.arrive(fixed_empty.index(buffer), count=1)
         pass_index += 1
-        _store(dv_ptr, dv * gl.exp2(offset), first, heads, keys, DV, of_tiles)
+        _store(dv_ptr, dv * gl.exp2(offset), first, heads, keys, DV, tiling)
         dk *= gl.exp2(largest) * k_factor
-        _store(dk_ptr, dk, first, heads, keys, D, of_tiles)
+        _store(dk_ptr, dk, first, heads, keys, D, tiling)
         number = _next_number(numbers, fixed_full, pass_index)
 
 
@@ -404,17 +403,17 @@ def _attend_queries(
 def _keys_kernel(
     k_desc,  # [B, G, SK, D] fp8, in tiles of [ROWS, WIDTH], as q_desc
     v_desc,  # [B, G, SK, DV] fp8, in tiles of [ROWS, V_WIDTH], as d_desc
-    t_desc,  # [B, H, V_WIDTH, PADDED] fp8, of _prepare, in tiles of [V_WIDTH, ROWS]
-    r_desc,  # [3, B * H, PADDED] fp32, of _prepare, in tiles of [1, ROWS]
+    t_desc,  # [B, H, V_WIDTH, PADDED] fp8, from _prepare, in tiles of [V_WIDTH, ROWS]
+    r_desc,  # [3, B * H, PADDED] fp32, from _prepare, in tiles of [1, ROWS]
     q_desc,  # [B, H, SQ, D] fp8
-    d_desc,  # [B, H, PADDED, V_WIDTH] fp8, of _prepare
+    d_desc,  # [B, H, PADDED, V_WIDTH] fp8, from _prepare
     q_scale_ptr, k_scale_ptr, v_scale_ptr,  # [1] fp32
-    largest_ptr,  # [B * G, tiles] fp32, of _largest_kernel
+    largest_ptr,  # [B * G, tiles] fp32, from _largest_kernel
     dk_ptr,  # [B, SK, G, D]
     dv_ptr,  # [B, SK, G, DV]
     counter_ptr,  # [1] int32, zero
-    token_ptr,  # None, or [SK] int32: the tokens of keys that were packed
-    plan_ptr,  # as in _largest_kernel, and what follows
+    token_ptr,  # None, or [SK] int32: the tokens of packed keys
+    plan_ptr,  # as in _largest_kernel, like the next arguments
     B, G, HEADS, SK, SQ, EARLIEST, LATEST, scale,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr,
@@ -452,11 +451,11 @@ def _keys_kernel(
 
 
 @gluon.jit
-def _multiply_scores(s, dp, q, d, streamed, bars, count, present, STAGES: gl.constexpr):
+def _multiply_scores(s, dp, q, d, streamed, bars, count, exists, STAGES: gl.constexpr):
     """Start the GEMMs of a block's scores and of the probabilities' gradients."""
     k_tiles, v_tiles, _ = streamed
     stage = count % STAGES
-    mbarrier.wait(bars[0].index(stage), (count // STAGES) & 1, pred=present)
+    mbarrier.wait(bars[0].index(stage), (count // STAGES) & 1, pred=exists)
     k, v = k_tiles.index(stage).permute((1, 0)), v_tiles.index(stage).permute((1, 0))
     s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
     dp = warpgroup_mma(d, v, dp, use_acc=False, is_async=True)
@@ -465,10 +464,10 @@ def _multiply_scores(s, dp, q, d, streamed, bars, count, present, STAGES: gl.con
 
 @gluon.jit
 def _add_keys(
-    s, dp, dq, q, d, streamed, bars, count, factor, lse, delta, key, mask, more,
+    s, dp, dq, q, d, streamed, bars, count, factor, lse, delta, key, mask, has_next,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Add one block of keys, whose scores are there, and compute the scores of the next."""
+    """Add a block of keys, whose scores are given, and compute the scores of the next block."""
     empty, half_full = bars[1], bars[2]
     stage = count % STAGES
     x = s * factor - gl.expand_dims(lse, 1)
@@ -476,8 +475,8 @@ def _add_keys(
     if MASKED:
         visible = _visible(s, key, *mask, LEFT, RIGHT)
         x, y = gl.where(visible, x, -float("inf")), gl.where(visible, y, 0.0)
-    # Into the registers of the last scores. Behind the last block, of whatever there is.
-    s, dp = _multiply_scores(s, dp, q, d, streamed, bars, count + 1, more, STAGES)
+    # The new scores overwrite the registers of the old. After the last block they have no meaning.
+    s, dp = _multiply_scores(s, dp, q, d, streamed, bars, count + 1, has_next, STAGES)
     ds = (gl.exp2(x) * y).to(gl.float16)
     ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dq.type.layout, 2), assert_trivial=True)
     mbarrier.wait(half_full.index(stage), (count // STAGES) & 1)
@@ -499,23 +498,23 @@ def _attend_keys(
     dq_ptr, D, PADDED = outs
     WIDTH: gl.constexpr = q_tiles.shape[2]
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    of_tiles, _ = sizes
-    end = _tiles_in_all(of_tiles, 2 * ROWS)
-    plane = gl.cast(of_tiles[0] * of_tiles[1], gl.int64) * PADDED
+    tiling, _ = sizes
+    end = _count_tiles(tiling, 2 * ROWS)
+    plane = gl.cast(tiling[0] * tiling[1], gl.int64) * PADDED
     pass_index = 0
     count = 0
     number = _next_number(numbers, fixed_full, pass_index)
     while number < end:
-        heads, queries, keys, first, blocks = _place(number, of_tiles, 2 * ROWS, ROWS, LEFT, RIGHT)
+        heads, queries, keys, first, blocks = _locate(number, tiling, 2 * ROWS, ROWS, LEFT, RIGHT)
         start, masked_to, masked_from, stop, earliest, latest = blocks
-        side = pass_index % 2
-        q, d = q_tiles.index(2 * side + group), d_tiles.index(2 * side + group)
+        buffer = pass_index % 2
+        q, d = q_tiles.index(2 * buffer + group), d_tiles.index(2 * buffer + group)
         first += ROWS * group
         rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         mask = rows, keys[2], earliest, latest
-        of_row = rows_ptr + heads[3].to(gl.int64) * PADDED + queries[1] + rows
-        delta, row_scale = gl.load(of_row + plane), gl.load(of_row + 2 * plane)
-        lse = gl.load(of_row) + gl.log2(row_scale) - P_BITS
+        row_ptrs = rows_ptr + heads[3].to(gl.int64) * PADDED + queries[1] + rows
+        delta, row_scale = gl.load(row_ptrs + plane), gl.load(row_ptrs + 2 * plane)
+        lse = gl.load(row_ptrs) + gl.log2(row_scale) - P_BITS
         dq = gl.zeros([ROWS, WIDTH], gl.float32, DQ_LAYOUT)
         zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
         s, dp = _multiply_scores(zeros, zeros, q, d, streamed, block_bars, count, True, STAGES)
@@ -527,25 +526,25 @@ def _attend_keys(
                     s, dp, dq, q, d, streamed, block_bars, count, factor, lse, delta, block * ROWS,
                     mask, section == 1 or block < stop - 1, LEFT, RIGHT, section != 1, STAGES,
                 )  # fmt: skip
-        mbarrier.arrive(fixed_empty.index(side), count=1)
+        mbarrier.arrive(fixed_empty.index(buffer), count=1)
         pass_index += 1
         decode = gl.convert_layout(row_scale * q_factor, gl.SliceLayout(1, DQ_LAYOUT))
         dq = dq * gl.expand_dims(decode, 1)
-        _store(dq_ptr, dq, first, heads, queries, D, of_tiles)
+        _store(dq_ptr, dq, first, heads, queries, D, tiling)
         number = _next_number(numbers, fixed_full, pass_index)
 
 
 @launched(language=gluon, do_not_specialize=["B", "H", "G", "SQ", "SK", "EARLIEST", "LATEST"])
 def _queries_kernel(
     q_desc,  # [B, H, SQ, D] fp8, in tiles of [ROWS, WIDTH], as k_desc
-    d_desc,  # [B, H, PADDED, V_WIDTH] fp8, of _prepare, in tiles of [ROWS, V_WIDTH], as v_desc
+    d_desc,  # [B, H, PADDED, V_WIDTH] fp8, from _prepare, in tiles of [ROWS, V_WIDTH], as v_desc
     k_desc,  # [B, G, SK, D] fp8
     v_desc,  # [B, G, SK, DV] fp8
     q_scale_ptr, k_scale_ptr, v_scale_ptr,  # [1] fp32
-    rows_ptr,  # [3, B * H, PADDED] fp32, of _prepare
+    rows_ptr,  # [3, B * H, PADDED] fp32, from _prepare
     dq_ptr,  # [B, SQ, H, D]
     counter_ptr,  # [1] int32, zero
-    plan_ptr,  # as in attention.py's _attention_kernel, and what follows
+    plan_ptr,  # as in _attention_kernel, like the next arguments
     token_ptr,
     B, H, G, SQ, SK, EARLIEST, LATEST, PADDED, scale,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
@@ -590,7 +589,7 @@ def _fp8_backward(
     d, transposed, rows, weights, counters = _prepare(
         dout, out, token_q, lse.contiguous(), max_scores.contiguous(), v_scale, cu_seqlens_q
     )
-    dq, dk, dv = (plain.empty_by_token(x, x.shape, dout.dtype) for x in (q, k, v))
+    dq, dk, dv = (reference.empty_by_token(x, x.shape, dout.dtype) for x in (q, k, v))
     tiles, key_tiles = (_common.ceil_div(S, 2 * ROWS.value) * B for S in (SQ, SK))
     plan = key_plan = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
@@ -613,15 +612,15 @@ def _fp8_backward(
         LEFT=left >= 0, RIGHT=right >= 0, STAGES=4, D=D, **settings,
     )  # fmt: skip
     # A key is seen by the queries from ``right`` before it to ``left`` after it.
-    of_keys = B, G, H // G, SK, SQ, -diagonal - right, left - diagonal
+    key_sizes = B, G, H // G, SK, SQ, -diagonal - right, left - diagonal
     sides = {"LEFT": right >= 0, "RIGHT": left >= 0}
     largest = weights.new_empty(key_tiles * G)
     _largest_kernel[(key_tiles * G,)](
-        weights, largest, key_plan, *of_keys, weights.shape[1], WIDTH=1024, num_warps=4, **sides
+        weights, largest, key_plan, *key_sizes, weights.shape[1], WIDTH=1024, num_warps=4, **sides
     )
     _keys_kernel[(min(multiprocessors, key_tiles * G),)](
         k_desc, v_desc, t_desc, r_desc, q_desc, d_desc, q_scale, k_scale, v_scale, largest, dk, dv,
-        counters, token_k, key_plan, *of_keys, scale, STAGES=3, D=D, DV=DV, **sides, **settings,
+        counters, token_k, key_plan, *key_sizes, scale, STAGES=3, D=D, DV=DV, **sides, **settings,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -639,44 +638,44 @@ def fp8_attention_backward(
     sizes = (max_seqlen_q, max_seqlen_k) if packed else (SQ, SK)
     uses_cudnn = not torch.are_deterministic_algorithms_enabled()
     uses_cudnn = uses_cudnn and attention.is_for_cudnn(*sizes, window, packed=packed)
-    of_flash = attention.flash_window(*sizes, window, packed=packed)
+    flash_window = attention.flash_window(*sizes, window, packed=packed)
     fits = _has_kernel(q, v, scale, cu_seqlens_q) and (packed or min(SQ, SK) > 1)
     if fits and attention.has_fp8_backward(q, k, v):
         return _fp8_backward(
             dout, q, k, v, q_scale, k_scale, v_scale, out, lse, max_scores, window, scale,
             cu_seqlens_q, cu_seqlens_k, token_q, token_k,
         )  # fmt: skip
-    if not fits or not (uses_cudnn or of_flash is not None):
-        return plain.fp8_attention_backward(
+    if not fits or not (uses_cudnn or flash_window is not None):
+        return reference.fp8_attention_backward(
             dout, q, k, v, q_scale, k_scale, v_scale, out, lse, max_scores, window, scale,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, token_q=token_q, token_k=token_k,
         )  # fmt: skip
     dtype = torch.bfloat16 if dout.dtype == torch.float32 else dout.dtype
-    operands = [_decoded(x, one, dtype) for x, one in ((q, q_scale), (k, k_scale), (v, v_scale))]
-    dout, out = plain.pack_tokens(dout, token_q), plain.pack_tokens(out, token_q)
+    operands = [_decoded(x, s, dtype) for x, s in ((q, q_scale), (k, k_scale), (v, v_scale))]
+    dout, out = reference.pack_tokens(dout, token_q), reference.pack_tokens(out, token_q)
     tensors = [dout.to(dtype), *operands, out.to(dtype)]
-    # Zeros change no score. Flash attention's heads are of one size.
+    # Padding with zeros changes no score. Flash attention needs all heads of the same size.
     width, v_width = attention.cudnn_heads(D, DV) if uses_cudnn else [round_up(max(D, DV), 8)] * 2
     widths = (v_width, width, width, v_width, v_width)
     tensors = [_padded(x, size, 3) for x, size in zip(tensors, widths, strict=True)]
-    if uses_cudnn or of_flash is None:
+    if uses_cudnn or flash_window is None:
         gradients = _cudnn_backward(tensors, lse, window[1] == 0, scale)
     else:
-        gradients = _flash_backward(tensors, lse, of_flash, scale, cu_seqlens_q, cu_seqlens_k)
+        gradients = _flash_backward(tensors, lse, flash_window, scale, cu_seqlens_q, cu_seqlens_k)
     dq, dk, dv = (
-        plain.by_token(x[..., :size].to(dout.dtype))
+        reference.by_token(x[..., :size].to(dout.dtype))
         for x, size in zip(gradients, (D, D, DV), strict=True)
     )
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         for x, cu_seqlens in ((dq, cu_seqlens_q), (dk, cu_seqlens_k), (dv, cu_seqlens_k)):
             token = torch.arange(x.shape[2], device=x.device)
-            x.masked_fill_((token >= cu_seqlens[-1]).view(-1, 1), 0.0)  # of no sequence
-    dq, dk, dv = map(plain.unpack_tokens, (dq, dk, dv), (token_q, token_k, token_k))
+            x.masked_fill_((token >= cu_seqlens[-1]).view(-1, 1), 0.0)  # no sequence has them
+    dq, dk, dv = map(reference.unpack_tokens, (dq, dk, dv), (token_q, token_k, token_k))
     return dq, dk, dv
 
 
 def _padded(x: Tensor, size: int, dim: int) -> Tensor:
-    """``x`` with zeros up to ``size`` in a dimension."""
+    """Pad ``x`` with zeros up to ``size`` in a dimension."""
     missing = size - x.shape[dim]
     return torch.nn.functional.pad(x, (0, 0) * (3 - dim) + (0, missing)) if missing else x
 
@@ -686,10 +685,10 @@ def _cudnn_backward(
 ) -> Sequence[Tensor]:
     """Compute dq, dk and dv by cuDNN from the output's gradient, q, k, v and the output."""
     dout, q, k, v, out = tensors
-    # PyTorch 2.11 remembers how cuDNN computes a problem by the strides of q, k and v alone: with
-    # an output and a gradient of other strides, a later call came out wrong.
-    dout, out = plain.by_token(dout), plain.by_token(out)
-    seed = lse.new_zeros(2, dtype=torch.int64)  # of the dropout that there is not
+    # PyTorch 2.11 caches cuDNN's plans by the strides of q, k and v alone: a later call, with other
+    # strides of the output and its gradient, gave wrong results.
+    dout, out = reference.by_token(dout), reference.by_token(out)
+    seed = lse.new_zeros(2, dtype=torch.int64)  # there is no dropout
     gradients: Sequence[Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse.unsqueeze(-1), seed[0], seed[1], None, None, None, q.shape[2],
         k.shape[2], 0.0, causal, scale=scale,
@@ -701,7 +700,7 @@ def _flash_backward(
     tensors: Sequence[Tensor], lse: Tensor, window: attention.FlashWindow, scale: float,
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """Compute the same by flash attention, for a window's queries and keys or packed sequences."""
+    """Compute dq, dk and dv by flash attention, for a window or packed sequences."""
     SQ, SK = lse.shape[2], tensors[2].shape[2]
     sizes = window.queries, window.keys
     dout, q, k, v, out = (x.transpose(1, 2) for x in tensors)
@@ -711,7 +710,7 @@ def _flash_backward(
         lse = lse[:, :, : window.queries].contiguous()
     else:
         dout, q, k, v, out, lse = (x[0] for x in (dout, q, k, v, out, lse))
-    seed = lse.new_zeros(2, dtype=torch.int64).view(torch.uint64)  # of no dropout
+    seed = lse.new_zeros(2, dtype=torch.int64).view(torch.uint64)  # there is no dropout
     gradients = aten._flash_attention_backward(
         dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *sizes, 0.0, False, seed, seed[0],
         scale=scale, window_size_left=window.left, window_size_right=window.right,

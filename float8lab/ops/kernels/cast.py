@@ -1,10 +1,10 @@
 """Cast matrices on the GPU.
 
-M rows, K columns of the matrix that is cast, which a prologue may compute; ROWS, COLUMNS the same
-after padding to the alignment. Every kernel gives the bytes of ``ops/reference``; every program
-handles one tile. Kernels that write the transpose read their tile by words, as ``load_words`` says,
-so ROWS must be divisible by 4; blocks of two-byte values have one in ``cast_hopper.py``. Where no
-kernel writes both orientations, each is cast on its own.
+M and K are the rows and columns of the matrix that is cast, which a prologue may compute; ROWS and
+COLUMNS are the same after padding to the alignment. Every kernel gives the bytes of
+``ops/reference``. Kernels that write the transpose read their tile by words, as ``load_words``
+says, so ROWS must be divisible by 4; ``cast_hopper.py`` has the kernel for blocks of two-byte
+values. Where no kernel writes both orientations, each orientation is cast separately.
 
 Sizes and strides are run-time arguments: a new token count recompiles nothing, except that triton
 specialises once on whether an integer is 1 or divisible by 16, which is what allows wide accesses.
@@ -37,7 +37,7 @@ from float8lab.ops.kernels.scaling import make_scales
 from float8lab.ops.reference import prologue_shape, round_up
 
 _LARGE_BLOCKS = _common.Tile(rows=128, columns=128, warps=16)
-"""A tile of blocks holds whole blocks."""
+"""The tile for blocks that are taller than the usual tile: a tile must hold complete blocks."""
 _FLAT = _common.Tile(rows=1, columns=4096, warps=8)
 _COLUMN_MAJOR = _common.Tile(rows=64, columns=64, warps=4)
 _AMAX = _common.Tile(rows=128, columns=64, warps=4)
@@ -45,16 +45,16 @@ _AMAX_OF_FLOAT32 = _common.Tile(rows=64, columns=64, warps=4)
 
 _PARTIALS = _common.next_power_of_2(prologues.AMAX_PROGRAMS)
 _AMAX_OF_PROLOGUE, _PROLOGUE_PROGRAMS = _common.Tile(rows=32, columns=128, warps=8), 32 * 132
-"""Tile and programs of the amax of what a prologue computes."""
+"""The tile, and the most programs, of the kernel that takes the amax of a prologue's values."""
 _ROW_CHUNK = 8192
-"""A row up to this long stays in registers between its amax and its cast."""
+"""A row of up to this many columns stays in registers between its amax and its cast."""
 
-_How = tuple[torch.dtype, tuple[int, ...], str, float, int]
+_Options = tuple[torch.dtype, tuple[int, ...], str, float, int]
 """The FP8 format, block, rule, epsilon and alignment."""
 
 
 def _partial_amax(matrix: Matrix) -> Tensor:
-    """The amax as at most ``_PARTIALS`` partial ones; of a prologue as one, ``[1, 1]``."""
+    """Return up to ``_PARTIALS`` partial amaxes of a matrix, or the amax of a prologue, [1, 1]."""
     prologue, inputs, dtype = matrix
     shape: Sequence[int] = prologue_shape(prologue, inputs)
     if prologue:
@@ -79,7 +79,7 @@ def _partial_amax(matrix: Matrix) -> Tensor:
 def amax_of(
     prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, block: Sequence[int] = (-1, -1)
 ) -> Tensor:
-    """No hot path asks for that of blocks smaller than a row or a column."""
+    """Return the amax of each block; the reference computes those that no hot path asks for."""
     matrix, block = (prologue, inputs, dtype), tuple(block)
     fits = prologues.has_kernel(*matrix)
     if fits and block in ((1, -1), (-1, 1)):
@@ -98,7 +98,7 @@ def _amax_rows_columns_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
     amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns, zero at first
     M, K, ROWS,
-    WRITE: tl.constexpr, TRANSPOSE: tl.constexpr,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_k = tile_of_program(K, VALUES, TILE_M, TILE_K)
@@ -107,49 +107,49 @@ def _amax_rows_columns_kernel(
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     y = load(inputs, rows, columns, tile_k, M, K, VALUES, TILE_K)
     bits = _common.abs_bits(y.to(tl.float32))
-    if WRITE:
+    if ROWWISE:
         tl.atomic_max(amax_ptr + rows, tl.max(bits, 1), mask=rows < M, sem="relaxed")
-    if TRANSPOSE:
+    if COLUMNWISE:
         tl.atomic_max(amax_ptr + ROWS + columns, tl.max(bits, 0), mask=columns < K, sem="relaxed")
 
 
 def _amax_rows_columns(
-    matrix: Matrix, amaxes: Tensor, rows: int, tile: _common.Tile, write: bool, transpose: bool
+    matrix: Matrix, amaxes: Tensor, rows: int, tile: _common.Tile, rowwise: bool, columnwise: bool
 ) -> None:
-    """Raise ``amaxes``, bit patterns of rows and then of columns, to those of a matrix."""
+    """Raise ``amaxes`` to those of a matrix: bit patterns of its rows, then of its columns."""
     prologue, inputs, _ = matrix
     shape = prologue_shape(prologue, inputs)
     if not prologue:
         tile = _AMAX if inputs[0].element_size() == 2 else _AMAX_OF_FLOAT32
     tensors, constants = prologues.arguments_of(*matrix, tile)
     _amax_rows_columns_kernel[_common.grid_of(shape, tile)](
-        *tensors, amaxes, *shape, rows, WRITE=write, TRANSPOSE=transpose, **constants
+        *tensors, amaxes, *shape, rows, ROWWISE=rowwise, COLUMNWISE=columnwise, **constants
     )
 
 
 def _scales_of_rows(
-    matrix: Matrix, options: _How, tile: _common.Tile, given: Tensor | None, *, write: bool
+    matrix: Matrix, options: _Options, tile: _common.Tile, given: Tensor | None, *, rowwise: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Scales of rows and of columns, the encode factors of both, and the amaxes of the columns.
+    """Return scales of rows and columns, the encode factors of both, and the columns' amaxes.
 
-    These are returned of a written matrix of which the columns alone are cast. ``given`` are the
-    amaxes of the columns, if those alone are wanted.
+    The amaxes are None unless only the columns are cast, of a matrix without a prologue. ``given``
+    are amaxes of the columns that the caller knows; then only the columns are cast, too.
     """
     first, (fp8_dtype, _, rule, eps, align) = matrix[1][0], options
     rows, columns = (round_up(size, align) for size in prologue_shape(*matrix[:2]))
     amaxes = first.new_zeros(rows + columns, dtype=torch.int32)
     if given is None:
-        _amax_rows_columns(matrix, amaxes, rows, tile, write, transpose=True)
+        _amax_rows_columns(matrix, amaxes, rows, tile, rowwise, columnwise=True)
     else:
         amaxes[rows:].view(torch.float32).copy_(given.view(-1))
-    columns_alone = given is None and not write and not matrix[0]
-    amax = amaxes[rows:].view(torch.float32).clone().view(-1, 1) if columns_alone else None
+    only_columns = given is None and not rowwise and not matrix[0]
+    amax = amaxes[rows:].view(torch.float32).clone().view(-1, 1) if only_columns else None
     scale, scale_t = (first.new_empty((n, 1), dtype=torch.float32) for n in (rows, columns))
     make_scales(amaxes, scale, scale_t, fp8_dtype, rule, eps)
     return scale, scale_t, amaxes.view(torch.float32), amax
 
 
-# One orientation, by factors that are given, or by one that follows from the amax.
+# Kernels for one orientation, with given factors or with one that the kernel makes of the amax.
 
 
 @triton.jit
@@ -190,10 +190,10 @@ def write_cast(
     DIVIDE: tl.constexpr,  # factors are decode scales
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile by given factors."""
+    """Cast a tile with given factors, and write it."""
     m = _common.block_index(tile_m * TILE_M, rows, BM, TILE_M)
-    # Every thread loads the one factor of a tensor, as it would those of blocks: with one load for
-    # all of them casts of matrices took 3 to 6 % longer on an H200.
+    # Every thread loads the factor, even where a tensor has only one: with a single load for all
+    # threads, casts of matrices took 3 to 6 % longer on an H200.
     if BK == 0 and BM > 0:
         factor = tl.load(factor_ptr + m * stride_fm, mask=m < factor_rows, other=1.0)[:, None]
     else:
@@ -202,15 +202,15 @@ def write_cast(
         offsets = m[:, None] * stride_fm + k[None, :] * stride_fk
         factor = tl.load(factor_ptr + offsets, mask=mask, other=1.0)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
-    # At once for two values of 2 bytes, unless the amax needs the wide ones anyway.
-    visible = nan_for_infinity(x if slot_ptr is None else x.to(tl.float32), dtype).to(tl.float32)
-    y = tl.div_rn(visible, factor) if DIVIDE else visible * factor
-    _common.store_tile(q_ptr, _common.saturate(y, visible, dtype), rows, columns, ROWS, COLUMNS)
+    # One instruction handles two 2-byte values, unless the slot's amax needs float32 anyway.
+    wide = nan_for_infinity(x if slot_ptr is None else x.to(tl.float32), dtype).to(tl.float32)
+    y = tl.div_rn(wide, factor) if DIVIDE else wide * factor
+    _common.store_tile(q_ptr, _common.saturate(y, wide, dtype), rows, columns, ROWS, COLUMNS)
     if slot_ptr is not None:
         _common.record_amax(slot_ptr, _common.abs_bits(x.to(tl.float32)))
 
 
-@launched(do_not_specialize_on_alignment=["slot_ptr"])  # or each place in a pack has a kernel
+@launched(do_not_specialize_on_alignment=["slot_ptr"])  # one kernel for all slots of a pack
 def _cast_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
     given_ptr,  # fp32: factors, one per block of BM x BK; or partial amaxes [programs], for RULE
@@ -228,7 +228,7 @@ def _cast_kernel(
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
     amaxes = (given_ptr, scale_ptr, None, amax_ptr, programs, eps)
     encode = 1.0
-    if VALUES.function != "" and RULE != "":  # takes fewer registers; else behind the loads
+    if VALUES.function != "" and RULE != "":  # fewer registers than after the loads
         encode = _encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     x = load(inputs, rows, columns, tile_k, M, K, VALUES, TILE_K)
@@ -249,34 +249,34 @@ def _cast(
     matrix: Matrix, q: Tensor, given: Tensor, block: Sequence[int], rule: str, eps: float,
     slot: Tensor | None = None, scale: Tensor | None = None, amax: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write ``q`` by ``given`` factors, or by amaxes; then ``scale`` and ``amax``, too."""
-    tile, finds = prologues.tile_for(matrix[0]), scale is not None
+    """Write ``q``: ``given`` holds factors, or amaxes where ``scale`` is written, too."""
+    tile, makes_scales = prologues.tile_for(matrix[0]), scale is not None
     tensors, constants = prologues.arguments_of(*matrix, tile)
     programs, sizes = given.numel(), (1, 1, 1, 1)
-    if not finds:
+    if not makes_scales:
         given, block = _common.broadcast_scale(given, block)
         programs, sizes = 1, (*given.shape, *given.stride())
     _cast_kernel[_common.grid_of(q.shape, tile)](
         *tensors, given, slot, q, scale, amax,
         *prologue_shape(*matrix[:2]), *q.shape, programs, eps, *sizes,
-        LIMIT=largest(q.dtype), RULE=rule if finds else "",
+        LIMIT=largest(q.dtype), RULE=rule if makes_scales else "",
         PARTIALS=1 if programs == 1 else _PARTIALS,
-        BM=0 if finds else block[0], BK=0 if finds else block[1],
+        BM=0 if makes_scales else block[0], BK=0 if makes_scales else block[1],
         DIVIDE=rule == "decode", **constants,
     )  # fmt: skip
 
 
-# One orientation, per row.
+# Kernels for one orientation with a scale per row.
 
 
 @triton.jit
 def write_rows(
-    inputs,  # of ``load``
+    inputs,  # as ``load`` takes them
     q_ptr,  # [ROWS, COLUMNS] fp8
     scale_ptr, amax_ptr,  # [ROWS] fp32
     tile, M, K, ROWS, COLUMNS, eps,
     LIMIT: tl.constexpr, RULE: tl.constexpr,
-    SINGLE: tl.constexpr,  # a tile holds whole rows
+    SINGLE: tl.constexpr,  # a tile holds complete rows
     VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Quantize the rows of tile number ``tile``."""
@@ -301,7 +301,7 @@ def write_rows(
         _common.store_tile(q_ptr, q, rows, start + chunk, ROWS, COLUMNS)
 
 
-# Of a single row, what is behind it would be a constant, which ptxas loses (CUDA 12.8).
+# With M specialised to 1 the padding rows would be constants, which ptxas loses (CUDA 12.8).
 @launched(do_not_specialize=["M"])
 def _quantize_rows_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
@@ -325,10 +325,10 @@ def row_tile(x: Tensor, columns: int) -> _common.Tile:
 
 
 def _quantize_rows(matrix: Matrix, q: Tensor, scale: Tensor, rule: str, eps: float) -> Tensor:
-    """The amaxes."""
+    """Quantize each row into ``q`` and ``scale``, and return the amaxes."""
     tile, amax = row_tile(matrix[1][0], q.shape[1]), torch.empty_like(scale)
     tensors, constants = prologues.arguments_of(*matrix, tile)
-    constants["VALUES"] = constants["VALUES"]._replace(halves=False)  # a tile has parts of both
+    constants["VALUES"] = constants["VALUES"]._replace(halves=False)  # a tile spans both halves
     _quantize_rows_kernel[(_common.ceil_div(q.shape[0], tile.rows),)](
         *tensors, q, scale, amax, *prologue_shape(*matrix[:2]), *q.shape, eps,
         LIMIT=largest(q.dtype), RULE=rule, SINGLE=q.shape[1] <= tile.columns, **constants,
@@ -336,7 +336,7 @@ def _quantize_rows(matrix: Matrix, q: Tensor, scale: Tensor, rule: str, eps: flo
     return amax
 
 
-# One orientation, in blocks that divide a tile.
+# Kernels for one orientation in blocks that divide a tile.
 
 
 @triton.jit
@@ -345,7 +345,7 @@ def write_blocks(
     tile_m, tile_k, rows, columns,
     q_ptr,  # [ROWS, COLUMNS] fp8
     scale_ptr,  # [ceil ROWS / BM, ceil COLUMNS / BK] fp32
-    amax_ptr,  # None, or shape and strides of scale
+    amax_ptr,  # None, or with shape and strides of scale
     ROWS, COLUMNS, stride_sm, stride_sk, eps,
     LIMIT: tl.constexpr, RULE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -396,7 +396,7 @@ def divides_a_tile(block: Sequence[int]) -> bool:
 def _quantize_blocks(
     matrix: Matrix, q: Tensor, scale: Tensor, block: Sequence[int], rule: str, eps: float
 ) -> Tensor | None:
-    """The amaxes, unless a prologue computes the matrix."""
+    """Quantize blocks into ``q`` and ``scale``; return the amaxes unless there is a prologue."""
     tile = block_tile(block, prologues.tile_for(matrix[0]))
     amax = None if matrix[0] else torch.empty_like(scale)
     tensors, constants = prologues.arguments_of(*matrix, tile)
@@ -407,25 +407,25 @@ def _quantize_blocks(
     return amax
 
 
-def _cast_straight(
-    matrix: Matrix, options: _How, given: Tensor | None = None, slot: Tensor | None = None
+def _cast_one_orientation(
+    matrix: Matrix, options: _Options, given: Tensor | None = None, slot: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """FP8 data, scales and amaxes of one orientation of a matrix that is not empty.
+    """Return FP8 data, scales and amaxes of one orientation of a matrix that is not empty.
 
-    A block that is neither -1 nor a power of two up to 128 (no recipe has one) takes the reference,
-    which is plain PyTorch and runs on the GPU as it is; so does a matrix of one column.
+    The reference, plain PyTorch that runs on the GPU, casts a matrix of one column and all blocks
+    but the tensor, a row, and powers of two up to 128 (no recipe has others).
     """
     (prologue, inputs, _), (fp8_dtype, block, rule, eps, align) = matrix, options
-    first, finds = inputs[0], rule in SCALE_RULES
+    first, makes_scales = inputs[0], rule in SCALE_RULES
     M, K = prologue_shape(prologue, inputs)
-    if K == 1 or (finds and block not in ((-1, -1), (1, -1)) and not divides_a_tile(block)):
+    if K == 1 or (makes_scales and block not in ((-1, -1), (1, -1)) and not divides_a_tile(block)):
         x = prologues.value_of(*matrix) if prologue else first
         rowwise = (True, False, False, given)
         q, scale, amax, *_ = reference.cast("", [x], x.dtype, *options, *rowwise, slot=slot)
         assert q is not None, "asked for"
         return q, scale, amax
     q = first.new_empty((round_up(M, align), round_up(K, align)), dtype=fp8_dtype)
-    if not finds:
+    if not makes_scales:
         assert given is not None, "the rule says so"
         _cast(matrix, q, given, block, rule, eps, slot)
         return q, None, None
@@ -446,7 +446,7 @@ def _cast_straight(
     return q, scale, _quantize_blocks(matrix, q, scale, block, rule, eps)
 
 
-# Both orientations, or the transpose, in one scale per tensor, or one per row of each.
+# Kernels for both orientations or the transpose, with a scale per tensor or per row of each.
 
 
 @triton.jit
@@ -454,7 +454,7 @@ def _write_words(
     x0, x1, x2, x3, encode, encode_ptr, words, columns, q_ptr, q_t_ptr, ROWS, COLUMNS,
     PER_ROW: tl.constexpr,
 ):  # fmt: skip
-    """By one encode factor; or by those of rows, then of columns, at ``encode_ptr``."""
+    """Write a tile with one factor; if PER_ROW, with those of its rows and columns in memory."""
     dtype: tl.constexpr = q_t_ptr.dtype.element_ty
     if PER_ROW:
         encode = tl.load(encode_ptr + ROWS + columns, mask=columns < COLUMNS, other=1.0)[None, :]
@@ -490,7 +490,7 @@ def _cast_words_kernel(
     tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K, from_end, VALUES.halves)
     amaxes = (given_ptr, scale_ptr, scale_t_ptr, None, programs, eps)
     encode = 1.0
-    if VALUES.function != "" and not PER_ROW:  # takes fewer registers; else behind the loads
+    if VALUES.function != "" and not PER_ROW:  # fewer registers than after the loads
         encode = _encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     columns, halves = load_words(inputs, tile_m * TILE_M, tile_k, M, K, VALUES, TILE_M, TILE_K)
@@ -501,8 +501,8 @@ def _cast_words_kernel(
         x0, x1, x2, x3 = halves[half]
         if half == 1:
             columns += K // 2
-        # Stores should not wait for the amax of the tile, but column sums leave no registers for
-        # that.
+        # The amax is recorded after the stores, which need not wait for it then, or before them
+        # where column sums leave too few registers for that.
         if slot_ptr is not None and sum_ptr is not None:
             _common.record_amax(slot_ptr, _common.largest_bits(x0, x1, x2, x3))
         if sum_ptr is not None:
@@ -516,10 +516,10 @@ def _cast_words_kernel(
 
 
 def _cast_words(
-    matrix: Matrix, options: _How, given: Tensor | None, slot: Tensor | None, *,
-    write: bool, column_sum: bool,
+    matrix: Matrix, options: _Options, given: Tensor | None, slot: Tensor | None, *,
+    rowwise: bool, column_sum: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The op's results for a matrix whose columns are whole words."""
+    """Return the op's results for a matrix whose padded columns consist of complete words."""
     (prologue, inputs, _), (fp8_dtype, block, rule, eps, align) = matrix, options
     first, shape = inputs[0], prologue_shape(prologue, inputs)
     tile, amax = prologues.tile_for(prologue, words=True), None
@@ -528,13 +528,13 @@ def _cast_words(
         assert given is not None, "the rule says so"
         scale = scale_t = None
     elif block == (1, -1):
-        scale, scale_t, given, amax = _scales_of_rows(matrix, options, tile, given, write=write)
+        scale, scale_t, given, amax = _scales_of_rows(matrix, options, tile, given, rowwise=rowwise)
     else:
         scale, scale_t = (first.new_empty((1, 1), dtype=torch.float32) for _ in range(2))
         if given is None:
             given = _partial_amax(matrix)
-            amax = given if prologue and not write else None
-    q = first.new_empty((rows, columns), dtype=fp8_dtype) if write else None
+            amax = given if prologue and not rowwise else None
+    q = first.new_empty((rows, columns), dtype=fp8_dtype) if rowwise else None
     q_t = first.new_empty((columns, rows), dtype=fp8_dtype)
     sums = _common.empty_column_sums(first, shape, tile) if column_sum else None
     tensors, constants = prologues.arguments_of(*matrix, tile)
@@ -546,7 +546,7 @@ def _cast_words(
         PARTIALS=1 if given.numel() == 1 else _PARTIALS, PER_ROW=block == (1, -1),
         **constants,
     )  # fmt: skip
-    return q, scale if write else None, amax, q_t, scale_t, None if sums is None else sums.sum(0)
+    return q, scale if rowwise else None, amax, q_t, scale_t, None if sums is None else sums.sum(0)
 
 
 @replayed
@@ -562,38 +562,38 @@ def cast(
             rowwise, columnwise, dbias, given, slot,
         )  # fmt: skip
     matrix, first, block = (prologue, inputs, dtype), inputs[0], tuple(block)
-    finds, both_orientations = rule in SCALE_RULES, rowwise and columnwise
+    makes_scales, both_orientations = rule in SCALE_RULES, rowwise and columnwise
     options = (fp8_dtype, block, rule, eps, align)
-    if not prologues.has_kernel(prologue, inputs, dtype) or (finds and slot is not None):
+    if not prologues.has_kernel(prologue, inputs, dtype) or (makes_scales and slot is not None):
         arguments: Any = (*options, rowwise, columnwise, dbias, given)
         return reference.cast(*matrix, *arguments, slot=slot)
-    grid = finds and given is not None and block != (-1, -1)  # the amaxes of its blocks
-    by_words = prologue or given is not None or block == (1, -1)
-    if both_orientations or (columnwise and by_words):
-        tiles = has_tiles if prologue else takes_tiles
-        if finds and not grid and tiles(first, dtype, block, align):
+    has_block_amaxes = makes_scales and given is not None and block != (-1, -1)
+    uses_words = prologue or given is not None or block == (1, -1)
+    if both_orientations or (columnwise and uses_words):
+        fits_tiles = has_tiles if prologue else takes_tiles
+        if makes_scales and not has_block_amaxes and fits_tiles(first, dtype, block, align):
             rows, columns = (round_up(size, align) for size in prologue_shape(prologue, inputs))
             *tiled, sums = cast_tiles(
-                matrix, options[:4], (rows, columns, rows), write=rowwise, column_sum=dbias
+                matrix, options[:4], (rows, columns, rows), rowwise=rowwise, column_sum=dbias
             )
             return *tiled, None if sums is None else sums.sum(0)
         is_per_tensor = block == (-1, -1) and rule != "decode"
-        whole_words = round_up(prologue_shape(prologue, inputs)[0], align) % 4 == 0
-        if whole_words and (is_per_tensor or (finds and block == (1, -1))):
-            return _cast_words(matrix, options, given, slot, write=rowwise, column_sum=dbias)
-    # Each orientation is cast on its own, or the one that has the same bytes is transposed.
-    transposes = both_orientations and (block[0] == block[1] or not finds)
+        has_complete_words = round_up(prologue_shape(prologue, inputs)[0], align) % 4 == 0
+        if has_complete_words and (is_per_tensor or (makes_scales and block == (1, -1))):
+            return _cast_words(matrix, options, given, slot, rowwise=rowwise, column_sum=dbias)
+    # Cast each orientation separately, or transpose the FP8 data where both have the same bytes.
+    transposes = both_orientations and (block[0] == block[1] or not makes_scales)
     if prologue and (dbias or (columnwise and not transposes)):
         first = prologues.value_of(*matrix)
         matrix = "", [first], dtype
     column_sums = first.sum(0, dtype=torch.float32) if dbias else None
     transposed = "", [first.t()], first.dtype
-    q, scale, amax = _cast_straight(matrix if rowwise else transposed, options, given, slot)
+    q, scale, amax = _cast_one_orientation(matrix if rowwise else transposed, options, given, slot)
     if transposes:
         scale_t = None if scale is None else scale.t().clone(memory_format=torch.contiguous_format)
         return q, scale, None, transpose(q), scale_t, column_sums
     if both_orientations:
-        return q, scale, None, *_cast_straight(transposed, options)[:2], column_sums
+        return q, scale, None, *_cast_one_orientation(transposed, options)[:2], column_sums
     amax = amax if reference.has_amax(prologue, block, given) else None
     results = (q, scale, amax, None, None) if rowwise else (None, None, amax, q, scale)
     return *results, column_sums

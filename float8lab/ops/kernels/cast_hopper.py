@@ -1,11 +1,11 @@
-"""Both orientations in blocks of one row, of a matrix or a prologue, from shared memory.
+"""Cast a matrix or a prologue in both orientations, in blocks of one row, from shared memory.
 
 M rows, K columns; ROWS, COLUMNS the same after padding to the alignment. A program keeps its tile
 of 128 x 128 values of two bytes in shared memory and reads it by rows for the matrix and by columns
 for the transpose. So a thread holds few values at a time, many threads share a multiprocessor, and
-amaxes hardly leave a warp; which takes layouts of our choice, so this is Gluon. A register holds a
-pair, two neighbours in a row, whose amaxes are taken at once, by an instruction that came with
-Hopper. On older GPUs, and for float32, each orientation is cast on its own.
+amaxes are mostly reduced within a warp. This needs layouts of our choice, hence Gluon. A register
+holds a pair of neighbours in a row; one instruction, new in Hopper, takes the maxima of both. On
+older GPUs, and for float32, each orientation is cast separately.
 
 Where the rows are in groups, a plan says which rows a tile has; no tile has rows of two groups.
 """
@@ -31,12 +31,12 @@ from float8lab.ops.reference import prologue_shape
 _WARPS = 8
 _TILE = _common.Tile(rows=128, columns=128, warps=_WARPS)
 _ROWS_OF_PROLOGUE = 32
-"""Which are computed at a time: inputs take registers, up to three for one value."""
+"""Rows computed at a time: the inputs of a single value take up to three registers."""
 _REGISTERS = 80
-"""Registers of a thread, so that three programs of 256 threads share a multiprocessor."""
+"""Most registers of a thread, so that three programs of 256 threads share a multiprocessor."""
 
 
-# A pair of values in an int32, the first in its lower half.
+# Functions of pairs: an int32 holds two values, the first in its lower half.
 
 
 @gluon.jit
@@ -58,8 +58,8 @@ def _second(pairs, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _larger(a, b):
-    """The larger of the first values, and of the second ones, by bit pattern: NaN above inf."""
+def _max_of_pairs(a, b):
+    """Take the maxima of first values and of second values, by bit pattern: NaN is above inf."""
     return gl.inline_asm_elementwise(
         "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -75,7 +75,7 @@ def _paired(first, second):
 
 @gluon.jit
 def _nan_for_infinity(pairs, DTYPE: gl.constexpr, fp8: gl.constexpr):
-    """``nan_for_infinity`` of both values."""
+    """Apply ``nan_for_infinity`` to both values of each pair."""
     if gl.float8e4nv == fp8:
         CODE: gl.constexpr = _common.NAN_FOR_BF16 if gl.bfloat16 == DTYPE else _common.NAN_FOR_FP16
         pairs = gl.inline_asm_elementwise(
@@ -86,7 +86,7 @@ def _nan_for_infinity(pairs, DTYPE: gl.constexpr, fp8: gl.constexpr):
 
 @gluon.jit
 def _words(x, encode, fp8: gl.constexpr):
-    """FP8 of every four neighbours in a column, in one int32: [rows / 4, columns]."""
+    """Pack the FP8 data of every four neighbours in a column: [rows / 4, columns] int32."""
     ROWS: gl.constexpr = x.shape[0] * x.shape[1]
     COLUMNS: gl.constexpr = x.shape[2]
     y = gl.reshape(x * encode[:, None, :], [ROWS // 4, 2, 2, COLUMNS])
@@ -96,17 +96,17 @@ def _words(x, encode, fp8: gl.constexpr):
     return _common.pack(y0, y1, y2, y3, y0, y1, y2, y3, fp8)
 
 
-# Layouts. By rows, a row is with 16 lanes; by columns, 32 rows of a pair are with one thread.
+# Layouts. By rows, 16 lanes hold a row; by columns, one thread holds 32 rows of a pair.
 
 
 @gluon.constexpr_function
 def _layout_of_scales(across):
-    """For [128, blocks side by side]: in the warp that has the row, and no two threads the same."""
+    """Layout of scales [128, across]: one thread has each, in the warp that holds its row."""
     rows, lanes = [[16, 0], [32, 0], [64, 0]], []
-    of_blocks = across.bit_length() - 1
-    for _ in range(4 - of_blocks):
+    block_bits = across.bit_length() - 1
+    for _ in range(4 - block_bits):
         lanes.append(rows.pop(0) if rows else [0, 0])
-    for bit in range(of_blocks):
+    for bit in range(block_bits):
         lanes.append([0, 1 << bit])
     return gl.DistributedLinearLayout(
         rows, [*lanes, [1, 0]], [[2, 0], [4, 0], [8, 0]], [], [128, across]
@@ -118,7 +118,7 @@ def _write_rows(
     pairs, row, tile_k, rows_left, columns_left, q_ptr, scale_ptr, COLUMNS, stride_sm, stride_sk,
     eps, LIMIT: gl.constexpr, RULE: gl.constexpr, BLOCK: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """The matrix. ``pairs``: [128, 64] by rows."""
+    """Cast and write the matrix. ``pairs``: [128, 64] by rows."""
     WARPS: gl.constexpr = gl.num_warps()
     ACROSS: gl.constexpr = 128 // BLOCK
     SCALES: gl.constexpr = _layout_of_scales(ACROSS)
@@ -127,7 +127,7 @@ def _write_rows(
     )
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     pairs = gl.reshape(pairs, [128, ACROSS, BLOCK // 2])
-    amaxes = gl.convert_layout(gl.reduce(pairs & 0x7FFF7FFF, 2, _larger), SCALES)
+    amaxes = gl.convert_layout(gl.reduce(pairs & 0x7FFF7FFF, 2, _max_of_pairs), SCALES)
     amaxes = _first(gl.maximum(amaxes & 0xFFFF, amaxes >> 16), DTYPE)
     scale, encode = _common.scale_from_amax(amaxes, eps, LIMIT, RULE)
     rows = gl.arange(0, 128, gl.SliceLayout(1, SCALES))[:, None]
@@ -146,7 +146,7 @@ def _write_rows(
     q = gl.convert_layout(q, BY_ROW, assert_trivial=True)
     rows = gl.arange(0, 128, gl.SliceLayout(1, BY_ROW))
     columns = gl.arange(0, 128, gl.SliceLayout(0, BY_ROW))
-    # Of eighths, so that the compiler sees that 8 bytes are stored or none.
+    # The mask counts eights: the compiler sees that either 8 bytes or none are stored.
     inside = (rows < rows_left)[:, None] & (columns // 8 < columns_left // 8)[None, :]
     q_ptr += row * COLUMNS + tile_k * 128
     gl.store(q_ptr + rows.to(gl.int64)[:, None] * COLUMNS + columns[None, :], q, mask=inside)
@@ -158,11 +158,11 @@ def _write_columns(
     stride_tm, eps,
     LIMIT: gl.constexpr, RULE: gl.constexpr, BLOCK: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """The transpose. ``pairs``: [128, 64] by columns."""
+    """Cast and write the transpose. ``pairs``: [128, 64] by columns."""
     DOWN: gl.constexpr = 128 // BLOCK
     fp8: gl.constexpr = q_t_ptr.dtype.element_ty
     pairs = gl.reshape(pairs, [DOWN, BLOCK, 64])
-    amaxes = gl.reduce(pairs & 0x7FFF7FFF, 1, _larger)
+    amaxes = gl.reduce(pairs & 0x7FFF7FFF, 1, _max_of_pairs)
     scale0, encode0 = _common.scale_from_amax(_first(amaxes, DTYPE), eps, LIMIT, RULE)
     scale1, encode1 = _common.scale_from_amax(_second(amaxes, DTYPE), eps, LIMIT, RULE)
     SCALES: gl.constexpr = amaxes.type.layout
@@ -179,7 +179,7 @@ def _write_columns(
     words1 = _words(_second(pairs, DTYPE), encode1, fp8)
     words = gl.join(words0, words1)  # [32, 64, 2]
     words = gl.reshape(gl.permute(words, [1, 2, 0]), [128, 32])
-    # Through shared memory once more, so that lanes store neighbours. 32 lanes write to a column of
+    # Words go through shared memory, so that lanes store neighbours. 32 lanes write to a column of
     # 16 bytes in every second row of 128 bytes: the swizzle distributes them over the banks.
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(4, 2, 8, [1, 0])
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -195,7 +195,7 @@ def _write_columns(
 
 @gluon.jit
 def _sum_of_columns(pairs, sum_ptr, tile_m, tile_k, K, DTYPE: gl.constexpr):
-    """Partial sums, in float32. ``pairs``: [128, 64] by columns."""
+    """Write partial column sums, in float32. ``pairs``: [128, 64] by columns."""
     sum0, sum1 = gl.sum(_first(pairs, DTYPE), 0), gl.sum(_second(pairs, DTYPE), 0)
     columns = 2 * gl.arange(0, 64, sum0.type.layout)
     columns_left = (K - tile_k * 128).to(gl.int32)
@@ -215,7 +215,7 @@ def _quantize_blocks_kernel(
     plan_ptr,  # [E + 1 + row tiles, 4] int32, where the rows are in groups
     M, K, ROWS, COLUMNS, E, eps, stride_sm, stride_sk, stride_tk, stride_tm,
     LIMIT: gl.constexpr, RULE: gl.constexpr, BLOCK: gl.constexpr,
-    AT_ONCE: gl.constexpr, VALUES: gl.constexpr, TILE_M: gl.constexpr, TILE_K: gl.constexpr,
+    ROWS_AT_ONCE: gl.constexpr, VALUES: gl.constexpr, TILE_M: gl.constexpr, TILE_K: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(TILE_M == 128 and TILE_K == 128)
     WARPS: gl.constexpr = gl.num_warps()
@@ -226,15 +226,15 @@ def _quantize_blocks_kernel(
     if plan_ptr is None:
         row, last = tile_m * 128, M
         rows_left = gl.minimum(ROWS - row, 128).to(gl.int32)
-        down_left = rows_left
+        rows_left_t = rows_left
     else:
-        place = plan_ptr + 4 * (E + 1 + tile_m)
-        row, last = gl.load(place + 1).to(gl.int64), gl.load(place + 2).to(gl.int64)
+        entry_ptr = plan_ptr + 4 * (E + 1 + tile_m)
+        row, last = gl.load(entry_ptr + 1).to(gl.int64), gl.load(entry_ptr + 2).to(gl.int64)
         rows_left = gl.minimum(last - row, 128).to(gl.int32)
-        # Padding rows are zeros, and have no place in the transpose.
-        is_owned = (gl.load(place) < E) & (tile_m < gl.load(plan_ptr + 4 * E))
+        # Padding rows are written as zeros, but not into the transpose.
+        is_owned = (gl.load(entry_ptr) < E) & (tile_m < gl.load(plan_ptr + 4 * E))
         last = gl.where(is_owned, last, row)
-        down_left = gl.where(is_owned, 128, 0)
+        rows_left_t = gl.where(is_owned, 128, 0)
     columns_left = gl.minimum(COLUMNS - tile_k * 128, 128).to(gl.int32)
     eps = gl.cast(eps, gl.float32)
     tile = gl.allocate_shared_memory(gl.int32, [128, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -251,12 +251,12 @@ def _quantize_blocks_kernel(
     else:
         inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
         columns = tile_k * 128 + gl.arange(0, 128, gl.SliceLayout(0, BY_VALUE))
-        for first in gl.static_range(0, 128, AT_ONCE):
-            rows = row + first + gl.arange(0, AT_ONCE, gl.SliceLayout(1, BY_VALUE))
+        for first in gl.static_range(0, 128, ROWS_AT_ONCE):
+            rows = row + first + gl.arange(0, ROWS_AT_ONCE, gl.SliceLayout(1, BY_VALUE))
             y = load(inputs, rows, columns, tile_k, last, K, VALUES, TILE_K)
-            y0, y1 = gl.split(gl.reshape(y, [AT_ONCE, 64, 2]))
+            y0, y1 = gl.split(gl.reshape(y, [ROWS_AT_ONCE, 64, 2]))
             pairs = gl.convert_layout(_paired(y0, y1), BY_ROW, assert_trivial=True)
-            tile.slice(first, AT_ONCE).store(pairs)
+            tile.slice(first, ROWS_AT_ONCE).store(pairs)
         if q_ptr is not None:
             pairs = tile.load(BY_ROW)
     if q_ptr is not None:
@@ -267,13 +267,13 @@ def _quantize_blocks_kernel(
     if sum_ptr is not None:
         _sum_of_columns(tile.load(BY_COLUMN), sum_ptr, tile_m, tile_k, K, VALUES.dtype)
     _write_columns(
-        tile.load(BY_COLUMN), tile_m, tile_k, down_left, columns_left, q_t_ptr, scale_t_ptr, ROWS,
+        tile.load(BY_COLUMN), tile_m, tile_k, rows_left_t, columns_left, q_t_ptr, scale_t_ptr, ROWS,
         stride_tk, stride_tm, eps, LIMIT, RULE, BLOCK, VALUES.dtype,
     )  # fmt: skip
 
 
 def has_tiles(x: Tensor, dtype: torch.dtype, block: Sequence[int], align: int) -> bool:
-    """Whether a prologue of such values, on the device of ``x``, is cast here in such blocks."""
+    """Whether this kernel can cast a prologue, of values of ``dtype``, on the device of ``x``."""
     return (
         block[0] == 1
         and block[1] in (8, 16, 32, 64, 128)
@@ -285,28 +285,28 @@ def has_tiles(x: Tensor, dtype: torch.dtype, block: Sequence[int], align: int) -
 
 
 def takes_tiles(x: Tensor, dtype: torch.dtype, block: Sequence[int], align: int) -> bool:
-    """Whether a matrix is, whose rows are read by 16 bytes."""
+    """Whether this kernel can cast the matrix ``x``, whose rows it reads in steps of 16 bytes."""
     fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.shape[1] % 8 == 0
     return fits and x.data_ptr() % 16 == 0 and has_tiles(x, x.dtype, block, align)
 
 
 def cast_tiles(
-    matrix: Matrix, options: Options, sizes: tuple[int, int, int], *, write: bool,
+    matrix: Matrix, options: Options, sizes: tuple[int, int, int], *, rowwise: bool,
     column_sum: bool, plan: Tensor | None = None, groups: int = 0,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The op's results, with partial column sums, of what ``takes_tiles`` or ``has_tiles``.
+    """Return the op's results, with partial column sums, where ``has_tiles`` or ``takes_tiles``.
 
     Args:
         options: the FP8 format, a block of one row, the rule and the epsilon.
         sizes: rows and columns of the result, and columns of the transpose.
-        write: both orientations are wanted, and not the transpose alone.
-        plan: of ``plan_groups``, where the rows are in groups.
-        groups: how many.
+        rowwise: cast both orientations, and not the transpose alone.
+        plan: from ``plan_groups``, where the rows are in groups.
+        groups: the number of groups.
     """
     (prologue, inputs, _), (fp8_dtype, block, rule, eps) = matrix, options
     first, (M, K), (rows, columns, across) = inputs[0], prologue_shape(prologue, inputs), sizes
     q = scale = sums = None
-    if write:
+    if rowwise:
         q = first.new_empty((rows, columns), dtype=fp8_dtype)
         scale = empty_scale(first, (rows, columns), block)
     q_t = first.new_empty((columns, across), dtype=fp8_dtype)
@@ -318,6 +318,6 @@ def cast_tiles(
         *tensors, q, q_t, scale, scale_t, sums, plan, M, K, across, columns, groups, eps,
         *((1, 1) if scale is None else scale.stride()), *scale_t.stride(),
         LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1], maxnreg=_REGISTERS,
-        AT_ONCE=_ROWS_OF_PROLOGUE if prologue else _TILE.rows, **constants,
+        ROWS_AT_ONCE=_ROWS_OF_PROLOGUE if prologue else _TILE.rows, **constants,
     )  # fmt: skip
     return q, scale, None, q_t, scale_t, sums

@@ -1,8 +1,8 @@
-"""Quantize or cast many matrices at once on the GPU, into tensors that exist.
+"""Quantize or cast many matrices at once on the GPU, into existing tensors.
 
 M rows, K columns of one matrix. The bytes are those of ``quantize`` and ``cast``. The number of
-launches does not depend on the number of matrices: a program takes one tile, finds in a table which
-matrix it belongs to, and does with it what a program of those two does.
+launches does not depend on the number of matrices: a program takes one tile, looks up in a table
+which matrix the tile belongs to, and casts it with the functions of ``cast.py``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels.prologue import Values
 
 _ALIGNMENT = 16
-"""Bytes of the widest access, and columns of a matrix whose every row allows them."""
+"""Bytes of the widest access; such accesses need columns that are a multiple of this number."""
 
-# The table: an int64 row per matrix, of four pointers, M, K, the row stride of x, both strides of
+# The table has an int64 row per matrix: four pointers, M, K, the row stride of x, both strides of
 # scale and amax, and the first tile.
 _WIDTH = tl.constexpr(10)
 _FIRST_TILE = tl.constexpr(9)
@@ -33,7 +33,7 @@ _FIRST_TILE = tl.constexpr(9)
 
 @triton.jit
 def _find(table_ptr, matrices, tile):
-    """Which matrix a tile belongs to: the last one whose first tile is not after it."""
+    """Return the matrix of a tile: the last matrix whose first tile is not after this tile."""
     lower, upper = 0, matrices
     while upper - lower > 1:
         middle = (lower + upper) // 2
@@ -47,7 +47,7 @@ def _find(table_ptr, matrices, tile):
 
 @triton.jit
 def _look_up(row_ptr, X: tl.constexpr, Q: tl.constexpr, ALIGNED: tl.constexpr):
-    """x, q, scale, amax, M, K and the row stride of x, from a row of the table."""
+    """Load x, q, scale, amax, M, K and the row stride of x from a row of the table."""
     x_ptr = tl.load(row_ptr).to(tl.pointer_type(X))
     q_ptr = tl.load(row_ptr + 1).to(tl.pointer_type(Q))
     scale_ptr = tl.load(row_ptr + 2).to(tl.pointer_type(tl.float32))
@@ -68,14 +68,14 @@ def _cast_many_kernel(
     X: tl.constexpr, Q: tl.constexpr,  # dtypes of every x and q
     ALIGNED: tl.constexpr, LIMIT: tl.constexpr,
     RULE: tl.constexpr,  # "" where encode factors are given
-    AMAX: tl.constexpr,  # find the amaxes of all, before they are cast
+    AMAX: tl.constexpr,  # only find the amaxes, which the cast needs
     BM: tl.constexpr, BK: tl.constexpr,  # 0 is the whole dimension
-    SINGLE: tl.constexpr,  # a tile holds whole rows of every matrix
+    SINGLE: tl.constexpr,  # a tile holds complete rows of every matrix
     VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     if RULE != "" and BK == 0 and BM == 0 and not AMAX:
-        # From the end: of what the amaxes have read, the last part is in the cache.
+        # From the end: the cache still holds the last tiles that the amax launch has read.
         tile = tl.num_programs(0) - 1 - tile
     matrix = _find(table_ptr, matrices, tile)
     row_ptr = table_ptr + matrix * _WIDTH
@@ -89,7 +89,7 @@ def _cast_many_kernel(
             LIMIT, RULE, SINGLE, VALUES, TILE_M, TILE_K,
         )  # fmt: skip
     else:
-        tile_m, tile_k, rows, columns = _common.place_of(K, TILE_M, TILE_K, tile)
+        tile_m, tile_k, rows, columns = _common.tile_indices(K, TILE_M, TILE_K, tile)
         x = _common.load_tile(x_ptr, rows, columns, M, K, stride_xm, 1)
         if AMAX:
             _common.record_amax(slots_ptr + matrix, _common.abs_bits(x.to(tl.float32)))
@@ -123,16 +123,16 @@ _MOST_TABLES = 64
 
 
 def _table_of(key: _Key) -> Tensor | None:
-    """The table on a device with these rows; None if a graph is being captured and it is not there.
+    """Return the table with these rows; None if it is missing while a graph is being captured.
 
-    A captured graph cannot contain the copy from the host, and others should not wait for it at
-    every step: the pointers of parameters and their masters stay what they are. So tables are kept,
-    the most recently used ones, under all that they hold: one that is found says what a new one
-    would say, whatever tensors it was made for.
+    A captured graph cannot contain the copy from the host, and eager steps should not wait for it:
+    the pointers of parameters and their masters stay the same from step to step. So the most
+    recently used tables are kept. Their key is their content, so a table that was kept equals a new
+    table, whatever tensors it was made for.
 
-    Any stream may read a table that is found: the copy has ended when it is first returned, and the
-    allocator is told of every stream that has read it. A graph reads its tables whenever it is
-    replayed, which this code cannot see, so these are kept for good (80 bytes a matrix).
+    Any stream may read such a table: the copy has finished when the table is first returned, and
+    the allocator is told of every stream that reads it. A graph reads its tables at every replay,
+    which this code cannot see, so tables of graphs are kept for good (80 bytes a matrix).
     """
     device, rows = key
     in_graph = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -154,7 +154,7 @@ def _table_of(key: _Key) -> Tensor | None:
 
 
 class _Job(NamedTuple):
-    """A matrix and where its quantized form goes; a cast has encode factors for both others."""
+    """A matrix and its outputs. If encode factors are given, ``scale`` and ``amax`` hold them."""
 
     x: Tensor
     q: Tensor
@@ -165,7 +165,7 @@ class _Job(NamedTuple):
         x, q, scale, amax = self
         by_rows = x.stride(1) == 1 and q.is_contiguous()
         alike = scale.stride() == amax.stride() and 0 not in scale.stride()
-        # ptxas crashes on one column, as it does in ``quantize``.
+        # ptxas crashes for a matrix of one column, see ``prologue.has_kernel``.
         sizes = x.numel() > 0 and 1 < x.shape[1] < 2**31
         return by_rows and alike and sizes and q.device == x.device
 
@@ -178,9 +178,9 @@ def cast_many_(
     x: Sequence[Tensor], q: Sequence[Tensor], block: Sequence[int], rule: str, eps: float,
     scale: Sequence[Tensor], amax: Sequence[Tensor], given: Sequence[Tensor],
 ) -> None:  # fmt: skip
-    """``reference.cast_many_``: at most two launches, or six per tensor, for matrices alike.
-    Matrices that are not stored by rows, or not like the first one in dtypes and device, those
-    without elements or with one column, and blocks without a kernel are done one by one."""
+    """Do ``reference.cast_many_`` in at most two launches, or six with a scale per tensor.
+    Matrices are cast one by one if they are not stored by rows, differ from the first one in dtypes
+    or device, are empty, have one column, or if no kernel has such blocks."""
     tensors = zip(x, q, given or scale, given or amax, strict=True)
     jobs, shape = [_Job(*matrix) for matrix in tensors], tuple(block)
     rule = "" if given else rule
@@ -195,25 +195,25 @@ def cast_many_(
 
 
 def _launch(jobs: list[_Job], block: tuple[int, ...], rule: str, eps: float) -> list[_Job]:
-    """Launch a kernel for all jobs that it takes, and return the others."""
-    taken: list[_Job] = []
-    left: list[_Job] = []
+    """Launch a kernel for all jobs that it can do, and return the remaining jobs."""
+    feasible: list[_Job] = []
+    remaining: list[_Job] = []
     kinds = [(job.x.dtype, job.q.dtype, job.x.device) for job in jobs]
     for job, kind in zip(jobs, kinds, strict=True):
-        (taken if kind == kinds[0] and job.has_kernel() else left).append(job)
-    # Separately, for else one odd matrix would keep all others from wide accesses.
+        (feasible if kind == kinds[0] and job.has_kernel() else remaining).append(job)
+    # Launch separately: a single unaligned matrix would keep all matrices from wide accesses.
     for aligned in (True, False):
-        alike = [job for job in taken if job.is_aligned() == aligned]
+        alike = [job for job in feasible if job.is_aligned() == aligned]
         if alike and not _launch_alike(alike[0].x, alike, aligned, block, rule, eps):
-            left += alike
-    return left
+            remaining += alike
+    return remaining
 
 
 @_common.on_device_of_first
 def _launch_alike(
     x: Tensor, jobs: list[_Job], aligned: bool, block: tuple[int, ...], rule: str, eps: float
 ) -> bool:
-    """Cast matrices that are alike, ``x`` being one of them; False if there is no table."""
+    """Cast matrices of one kind, of which ``x`` is the first; False if there is no table."""
     widest = max((job.x for job in jobs), key=lambda x: x.shape[1])
     if rule and block == (1, -1):
         tile = casts.row_tile(widest, widest.shape[1])
@@ -231,7 +231,7 @@ def _launch_alike(
         "SINGLE": bool(rule) and block == (1, -1) and widest.shape[1] <= tile.columns,
         "VALUES": Values("", False, False, False, _common.TRITON_DTYPES[x.dtype]),
         "TILE_M": tile.rows, "TILE_K": tile.columns,
-        # Narrow accesses have an address and a mask for every element: fewer of these a thread.
+        # Narrow accesses need an address and a mask per element, so a thread gets fewer elements.
         "num_warps": tile.warps if aligned else 16,
     }  # fmt: skip
     kernel = _cast_many_kernel[(sum(tiles),)]
@@ -243,7 +243,7 @@ def _launch_alike(
 
 
 def _key_of(jobs: Sequence[_Job], tiles: Sequence[int]) -> _Key:
-    """The device of jobs and the rows of their table."""
+    """Return the device of the jobs and the rows of their table."""
     rows, first = [], 0
     for job, count in zip(jobs, tiles, strict=True):
         pointers = (tensor.data_ptr() for tensor in job)

@@ -1,7 +1,7 @@
-"""Cross entropy of logits whose vocabulary is sharded, on the GPU.  M tokens, V logits here.
+"""Cross entropy of logits whose vocabulary is sharded, on the GPU.  M tokens, V local logits.
 
 A program of the forward has one row, which it reads once: the sum of the exponentials is kept
-relative to the largest logit so far. A program of the backward has a part of a row.
+relative to the largest logit so far. A program of the backward has a block of a row.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import cross_entropy as reference
 
 BLOCK, _WARPS = 4096, 8
-"""Logits of a row that a program has at a time, and its warps; a shorter row needs fewer."""
+"""Logits of a row that a program holds at a time, and its warps; short rows need fewer."""
 
 
 @triton.jit
 def _finite(largest):
-    """The number that exponents are relative to; an infinity of its own sign would give NaN."""
+    """Return what exponents are relative to: 0 for -inf, since -inf minus -inf is NaN."""
     return tl.where(largest == -float("inf"), 0.0, largest)
 
 
@@ -40,24 +40,24 @@ def _statistics_kernel(
     row_ptr = logits_ptr + row * stride_m
     largest = tl.max(tl.zeros([BLOCK_V], tl.float32) - float("inf"), 0)
     exp_sum = tl.sum(tl.zeros([BLOCK_V], tl.float32), 0)
-    target_logit, plain = exp_sum, exp_sum
+    target_logit, logit_sum = exp_sum, exp_sum
     for start in range(0, V, BLOCK_V):
-        at = start + columns
-        inside = at < V
-        x = tl.load(row_ptr + at, mask=inside, other=-float("inf")).to(tl.float32)
+        indices = start + columns
+        inside = indices < V
+        x = tl.load(row_ptr + indices, mask=inside, other=-float("inf")).to(tl.float32)
         new = tl.maximum(largest, tl.max(x, 0))
         exp_sum = exp_sum * tl.exp(largest - _finite(new)) + tl.sum(tl.exp(x - _finite(new)), 0)
         largest = new
-        target_logit += tl.sum(tl.where(at == target, x, 0.0), 0)
-        plain += tl.sum(tl.where(inside, x, 0.0), 0)
+        target_logit += tl.sum(tl.where(indices == target, x, 0.0), 0)
+        logit_sum += tl.sum(tl.where(inside, x, 0.0), 0)
     tl.store(stats_ptr + row, largest)
     tl.store(stats_ptr + M + row, exp_sum)
     tl.store(stats_ptr + 2 * M + row, tl.where((target >= 0) & (target < V), target_logit, 0.0))
-    tl.store(stats_ptr + 3 * M + row, plain)
+    tl.store(stats_ptr + 3 * M + row, logit_sum)
 
 
 def _rows(logits: Tensor) -> Tensor:
-    """The logits, copied if the elements of a row do not follow each other."""
+    """Return the logits, copied unless the elements of a row are contiguous."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
@@ -89,17 +89,17 @@ def _backward_kernel(
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside = at < V
+    indices = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = indices < V
     target = tl.load(target_ptr + row).to(tl.int64)
     log_sum = tl.load(factors_ptr + row)
     factor = tl.load(factors_ptr + M + row)
     at_target = tl.load(factors_ptr + 2 * M + row)
     everywhere = tl.load(factors_ptr + 3 * M + row)
-    x = tl.load(logits_ptr + row * stride_m + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(logits_ptr + row * stride_m + indices, mask=inside, other=0.0).to(tl.float32)
     softmax = tl.where(factor == 0, 0.0, factor * tl.exp(x - log_sum))
-    dlogits = softmax - tl.where(at == target, at_target, 0.0) - everywhere
-    tl.store(dlogits_ptr + row * V + at, dlogits.to(dlogits_ptr.dtype.element_ty), mask=inside)
+    dlogits = softmax - tl.where(indices == target, at_target, 0.0) - everywhere
+    tl.store(dlogits_ptr + row * V + indices, dlogits.to(dlogits_ptr.dtype.element_ty), mask=inside)
 
 
 @replayed

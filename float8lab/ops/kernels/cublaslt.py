@@ -1,11 +1,11 @@
-"""GEMMs of cuBLASLt, whose kernel is chosen once.  M rows of a, N rows of b, K contraction.
+"""Call GEMMs of cuBLASLt, choosing a kernel once.  M rows of a, N rows of b, K contraction.
 
 Torch asks cuBLASLt at every GEMM of FP8 data which of its kernels suits the sizes. The answer is
-always the same, and takes the CPU longer than the launch. Here the question of torch is asked once
+always the same, and takes the CPU longer than the launch. This file asks the same question once
 for sizes and dtypes, so that the kernel, and with it the bytes, are those of torch.
 
-cuBLASLt has column-major matrices. ``out``, whose rows are contiguous, is its N x M matrix
-``b @ a.T``, so b is its matrix A, and a its matrix B.
+cuBLASLt has column-major matrices. It sees ``out``, whose rows are contiguous, as the N x M matrix
+``b @ a.T``, so our b is its matrix A, and our a is its matrix B.
 
 Source: cuBLAS documentation, "Using the cuBLASLt API"; numbers as in ``cublasLt.h``.
 """
@@ -39,10 +39,10 @@ _MODES = {
     ScalingType.TensorWise: 0, ScalingType.RowWise: 3, ScalingType.BlockWise1x128: 4,
     ScalingType.BlockWise128x128: 5,
 }  # fmt: skip
-"""How scales lie, by torch's names."""
+"""The layouts of scales, by torch's names."""
 _MAX_WORKSPACE = 1
 _WORKSPACE_BYTES = 1024**2
-"""The most that a kernel may work in: torch's limit."""
+"""The largest workspace of a kernel, which is torch's limit, too."""
 
 
 class _Sizes(NamedTuple):
@@ -57,7 +57,7 @@ class _Sizes(NamedTuple):
     out_dtype: torch.dtype
     bias_dtype: torch.dtype | None
     bias_alignment: int
-    """The largest power of 2, up to 256, that divides its address."""
+    """The largest power of 2, up to 256, that divides the address of the bias."""
     fast_accum: bool
     a_scaling: ScalingType
     b_scaling: ScalingType
@@ -79,15 +79,15 @@ def multiply(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, *,
     scalings: tuple[ScalingType, ScalingType], fast_accum: bool,
 ) -> bool:  # fmt: skip
-    """``out = a @ b.T + bias``, of matrices with contiguous rows; False: it is left to torch.
+    """Compute ``out = a @ b.T + bias`` for contiguous rows, or return False: torch has to do it.
 
-    That is where torch decides by more than sizes, or where no cuBLASLt is known here.
+    Torch has to where it decides by more than sizes, or where this file knows no cuBLASLt.
 
     Args:
         a: ``[M, K]`` in FP8.
         b: ``[N, K]`` in FP8.
-        a_scale: its decode scales, as torch's ``scaled_mm`` wants them.
-        b_scale: likewise.
+        a_scale: the decode scales of a, as torch's ``scaled_mm`` wants them.
+        b_scale: the decode scales of b, in the same form.
         bias: ``[N]`` in the dtype of ``out``.
         out: ``[M, N]``, which is written.
         scalings: which blocks of a and of b share a scale.
@@ -97,7 +97,7 @@ def multiply(
         return False
     (M, K), device = a.shape, a.get_device()
     address = 0 if bias is None else bias.data_ptr()
-    gemm = _chosen(_Sizes(
+    gemm = _choose_gemm(_Sizes(
         device, M, b.shape[0], K, a.dtype, b.dtype, out.dtype, None if bias is None else bias.dtype,
         min(address & -address, 256), fast_accum, *scalings,
     ))  # fmt: skip
@@ -108,17 +108,17 @@ def multiply(
         workspace = out.new_empty(gemm.workspace_bytes, dtype=torch.uint8)
     tensors = a, b, a_scale, b_scale, bias, out, workspace
     gemm.launch(current_stream(device), *tensors)
-    tell = getattr(RECORDING, "launch", None)
-    if tell is not None:
-        tell(gemm.launch, (STREAM, *tensors))
+    record = getattr(RECORDING, "launch", None)
+    if record is not None:
+        record(gemm.launch, (STREAM, *tensors))
     return True
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(sizes: _Sizes) -> _ChosenGemm | None:
+def _choose_gemm(sizes: _Sizes) -> _ChosenGemm | None:
     try:
         return _ChosenGemm(sizes)
-    except (KeyError, OSError, RuntimeError):  # another dtype, no library, or one of other numbers
+    except (KeyError, OSError, RuntimeError):  # unknown dtype, no library, or other constants
         return None
 
 
@@ -142,9 +142,9 @@ class _ChosenGemm:
         self, stream: int, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor,
         bias: Tensor | None, out: Tensor, workspace: Tensor | None,
     ) -> None:  # fmt: skip
-        """Multiply tensors of these sizes and dtypes on a stream of the current GPU."""
-        into, (factor, zero, answer) = out.data_ptr(), self._numbers
-        room = None if workspace is None else workspace.data_ptr()
+        """Multiply tensors of the chosen sizes and dtypes on a stream of the current GPU."""
+        out_ptr, (factor, zero, answer) = out.data_ptr(), self._numbers
+        buffer = None if workspace is None else workspace.data_ptr()
         with self._is_used:
             self._point(_SCALE_A, b_scale)
             self._point(_SCALE_B, a_scale)
@@ -152,32 +152,32 @@ class _ChosenGemm:
                 self._point(_BIAS, bias)
             _call(
                 "cublasLtMatmul", self._handle, self._operation, factor, b.data_ptr(), self._b,
-                a.data_ptr(), self._a, zero, into, self._out, into, self._out, answer, room,
+                a.data_ptr(), self._a, zero, out_ptr, self._out, out_ptr, self._out, answer, buffer,
                 self.workspace_bytes, stream,
             )  # fmt: skip
 
     def _point(self, attribute: int, tensor: Tensor) -> None:
-        """Have an attribute hold the address of a tensor."""
-        held, address = self._addresses[attribute], tensor.data_ptr()
-        if held.value != address:
-            held.value = address
-            _set(self._operation, attribute, held)
+        """Set an attribute to the address of a tensor."""
+        pointer, address = self._addresses[attribute], tensor.data_ptr()
+        if pointer.value != address:
+            pointer.value = address
+            _set(self._operation, attribute, pointer)
 
 
 def _new_operation(sizes: _Sizes) -> c_void_p:
     operation = _created("MatmulDesc", _COMPUTE_FLOAT32, _TYPES[torch.float32])
     _set(operation, _TRANSPOSED_A, c_int32(1))
     _set(operation, _FAST, c_int8(sizes.fast_accum))
-    for attribute in (_SCALE_A, _SCALE_B):  # the choice sees that there are some
+    for attribute in (_SCALE_A, _SCALE_B):  # the choice depends on whether there are scales
         _set(operation, attribute, c_void_p(256))
     modes = _MODES[sizes.b_scaling], _MODES[sizes.a_scaling]
-    if any(modes):  # CUDA 12.6 has no other than 0, and no attribute
+    if any(modes):  # CUDA 12.6 has mode 0 only, and lacks the attribute
         _set(operation, _MODE_A, c_int32(modes[0]))
         _set(operation, _MODE_B, c_int32(modes[1]))
     if sizes.bias_dtype is not None:
         _set(operation, _EPILOGUE, c_int32(_ADDS_BIAS))
         _set(operation, _BIAS_TYPE, c_int32(_TYPES[sizes.bias_dtype]))
-        _set(operation, _BIAS, c_void_p(sizes.bias_alignment))  # all that the choice sees of it
+        _set(operation, _BIAS, c_void_p(sizes.bias_alignment))  # the choice sees only the alignment
     return operation
 
 
@@ -186,7 +186,7 @@ def _new_layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
 
 
 def _created(kind: str, *args: object) -> c_void_p:
-    """A new object of cuBLASLt, which frees it as soon as nothing has it."""
+    """Create an object of cuBLASLt, and destroy it when its last Python reference is gone."""
     created = c_void_p()
     _call(f"cublasLt{kind}Create", byref(created), *args)
     destroy = getattr(_library(), f"cublasLt{kind}Destroy")
@@ -195,7 +195,7 @@ def _created(kind: str, *args: object) -> c_void_p:
 
 
 def _ask(handle: c_void_p, operation: c_void_p, b: c_void_p, a: c_void_p, out: c_void_p) -> _Answer:
-    """The kernel that cuBLASLt's heuristic prefers."""
+    """Ask cuBLASLt's heuristic which kernel it prefers."""
     preference, count, answer = _created("MatmulPreference"), c_int(), _Answer()
     limit = byref(c_uint64(_WORKSPACE_BYTES)), c_size_t(8)
     _call("cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, *limit)
@@ -221,7 +221,7 @@ def _call(name: str, *args: object) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """The cuBLASLt that torch has loaded."""
+    """Return the library cuBLASLt that torch has loaded."""
     major = (torch.version.cuda or "").partition(".")[0]
     library = ctypes.CDLL(f"libcublasLt.so.{major}")
     library.cublasLtMatmul.argtypes = [*[c_void_p] * 14, c_size_t, c_void_p]
@@ -231,7 +231,7 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def _handle(device: int) -> c_void_p:
-    """cuBLASLt's state for a GPU, which is the current one."""
+    """Create cuBLASLt's state for a GPU, which must be the current GPU."""
     handle = c_void_p()
     _call("cublasLtCreate", byref(handle))
     return handle

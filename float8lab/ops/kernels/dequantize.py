@@ -25,7 +25,7 @@ def _transpose_kernel(
     M, K, ROWS, COLUMNS, stride_qm, stride_qk,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    _, _, rows, columns = _common.place_of(COLUMNS, TILE_M, TILE_K)
+    _, _, rows, columns = _common.tile_indices(COLUMNS, TILE_M, TILE_K)
     q = _common.load_tile(q_ptr, rows, columns, M, K, stride_qm, stride_qk)
     _common.store_tile(q_t_ptr, tl.trans(q), columns, rows, COLUMNS, ROWS)
 
@@ -55,7 +55,7 @@ def _dequantize_kernel(
     BM: tl.constexpr, BK: tl.constexpr,  # 0 is the whole dimension
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    tile_m, tile_k, rows, columns = _common.place_of(K, TILE_M, TILE_K)
+    tile_m, tile_k, rows, columns = _common.tile_indices(K, TILE_M, TILE_K)
     mask = (rows < M)[:, None] & (columns < K)[None, :]
     q = tl.load(q_ptr + rows[:, None] * stride_qm + columns[None, :] * stride_qk, mask=mask)
 

@@ -1,7 +1,7 @@
 """``y = a @ b.T`` in FP8 of a few rows, with a scale a row.  M rows of a, N of b, K contraction.
 
-Such a GEMM takes the time in which b is read. For scales of rows cuBLASLt has tiles of 128 x 128
-alone, too few to read at the memory's rate: 32 for 4096 rows of b.
+Such a GEMM takes as long as reading b. For row scales cuBLASLt only has tiles of 128 x 128, and
+these are too few to read at the memory's rate: 32 for 4096 rows of b.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from float8lab.ops.declare import capability_of
 from float8lab.ops.kernels._launch import launched
 
 _MOST_ROWS = 32
-"""With more, Triton uses instructions of Hopper whose sums of FP8 data are less precise."""
+"""With more rows, Triton uses Hopper's instructions whose sums of FP8 data are less precise."""
 _COLUMNS = 32
 
 
@@ -50,17 +50,17 @@ def multiply_few_rows(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None,
     out_dtype: torch.dtype, into: Tensor | None,
 ) -> Tensor | None:  # fmt: skip
-    """``a @ b.T + bias`` of aligned matrices with contiguous rows; None: it is left to cuBLASLt.
+    """Compute ``a @ b.T + bias`` for aligned, contiguous rows; None: cuBLASLt has to do it.
 
     Args:
         a_scale: contiguous ``[M, 1]``; ``b_scale`` is ``[N, 1]``.
     """
     (M, K), N = a.shape, b.shape[0]
     fits = M <= _MOST_ROWS and N % _COLUMNS == K % 256 == 0 and a.dtype == b.dtype
-    if not fits or capability_of(a.device)[0] != 9:  # it was tried on Hopper alone
+    if not fits or capability_of(a.device)[0] != 9:  # it was only tried on Hopper
         return None
     out = a.new_empty((M, N), dtype=out_dtype) if into is None else into
-    # Programs that fill a multiprocessor several times need fewer loads under way each.
+    # Where a multiprocessor has several programs, each program needs fewer loads in flight.
     depth, stages = (256, 6) if N <= 8192 else (128, 4)
     _few_rows_kernel[(N // _COLUMNS,)](
         a, b, a_scale, b_scale, bias, out, M, N, K, TILE_M=16 if M <= 16 else 32,

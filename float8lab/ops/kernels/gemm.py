@@ -1,8 +1,8 @@
 """``y = a @ b.T`` of FP8 matrices through cuBLASLt.  M rows of a, N rows of b, K contraction.
 
-Which operands the FP8 tensor cores take is decided in ``ops/gemm.py`` (``may_multiply``); all
-others are dequantized and multiplied in high precision. Blocks that cuBLASLt does not take are
-multiplied in ``hopper_gemm.py``.
+``may_multiply`` in ``ops/gemm.py`` decides which operands the FP8 tensor cores multiply; all others
+are dequantized and multiplied in high precision. ``hopper_gemm.py`` multiplies those blocks that
+cuBLASLt lacks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def scaled_mm_into(
     out: Tensor, a: Tensor, a_scale: Tensor, a_block: Sequence[int], b: Tensor, b_scale: Tensor,
     b_block: Sequence[int], bias: Tensor | None, fast_accum: bool,
 ) -> None:  # fmt: skip
-    """Copied are sizes that need padding, outputs that need a pass after the GEMM, and torch's."""
+    """Multiply into ``out``; copy there what needs padding or a second pass, or what torch made."""
     left, right = BlockOperand(a, a_scale, a_block), BlockOperand(b, b_scale, b_block)
     y = _mm(left, right, bias, out.dtype, fast_accum, out)
     if y is not out:
@@ -65,7 +65,7 @@ def _mm(
     left: BlockOperand, right: BlockOperand, bias: Tensor | None, out_dtype: torch.dtype,
     fast_accum: bool, into: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The GEMM of two matrices: ``into``, if it can be written there at once."""
+    """Multiply two matrices; the result is ``into`` if the GEMM can write there directly."""
     (a, a_scale, a_block), (b, b_scale, b_block) = left, right
     (M, K), N = a.shape, b.shape[0]
     if 0 in (M, N, K):
@@ -74,8 +74,8 @@ def _mm(
     if not may_multiply(a_block, b_block, a.device, a_dtype=a.dtype, b_dtype=b.dtype):
         return _dequantized(left, right, bias, out_dtype)
 
-    # K and N must be multiples; M too, at least of 4, where scales are per block. Callers quantize
-    # with this align, so that all of these pass their input through.
+    # K and N must be multiples of ALIGN, and M of at least 4 where scales are per block. Callers
+    # quantize with this alignment, so these helpers return their inputs.
     by_block = tuple(a_block) in _SCALING_TYPE
     rows, columns = round_up(M, ALIGN) if by_block else M, round_up(N, ALIGN)
     depth = round_up(K, 32 if tuple(a_block) == (1, 32) else ALIGN)
@@ -84,14 +84,14 @@ def _mm(
     if into is not None and not (into.shape == (rows, columns) and into.is_contiguous()):
         into = None
     if by_block:
-        # The sums over every 128 of K are summed in float32, however fast.
-        wide = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
-        into = into if wide == out_dtype else None
+        # The sums over each 128 of K are added in float32, even with ``fast_accum``.
+        gemm_dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+        into = into if gemm_dtype == out_dtype else None
         padded = BlockOperand(a, a_scale, a_block), BlockOperand(b, b_scale, b_block)
-        out = _multiply_blocks(*padded, wide, into)
+        out = _multiply_blocks(*padded, gemm_dtype, into)
         out = (out if bias is None else out.add_(bias)).to(out_dtype)
     elif a_scale.numel() == b_scale.numel() == 1:
-        # One of a batch's need not be aligned.
+        # The scale of one matrix of a batch may be unaligned.
         a_scale, b_scale = (x if _aligned(x) else x.clone() for x in (a_scale, b_scale))
         out = _multiply(a, a_scale, b, b_scale, bias, out_dtype, fast_accum, into)
     else:
@@ -101,7 +101,7 @@ def _mm(
 
 
 def _mm_batch(left: BlockOperand, right: BlockOperand, out_dtype: torch.dtype) -> Tensor:
-    """One GEMM a matrix: torch._scaled_grouped_mm has a scale a row and bfloat16 alone."""
+    """Run one GEMM per matrix: torch._scaled_grouped_mm has only row scales and bfloat16."""
     (a, a_scale, a_block), (b, b_scale, b_block) = left, right
     options = (b_block, None, out_dtype, False)
     results = [
@@ -113,7 +113,7 @@ def _mm_batch(left: BlockOperand, right: BlockOperand, out_dtype: torch.dtype) -
 
 
 def _by_row(q: Tensor) -> Tensor:
-    """The matrix with contiguous rows."""
+    """Return the matrix with contiguous rows."""
     if q.t().is_contiguous() and not q.is_contiguous():
         return transpose(q.t(), 1)
     return q.contiguous()
@@ -132,7 +132,7 @@ def _multiply(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
     out_dtype: torch.dtype, fast_accum: bool, into: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Scales of one element each, or [M, 1] and [N, 1]."""
+    """Multiply matrices whose scales have one element each, or are [M, 1] and [N, 1]."""
     # cuBLASLt has no epilogue that adds a bias to float32.
     epilogue = None if bias is None or out_dtype == torch.float32 else bias.to(out_dtype)
     kind = ScalingType.TensorWise if b_scale.numel() == 1 else ScalingType.RowWise
@@ -152,7 +152,7 @@ def _multiply_rows(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
     out_dtype: torch.dtype, fast_accum: bool, into: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Scales [M, 1] and [N, 1]; bfloat16 is the one output that every GPU and version supports."""
+    """Multiply with scales [M, 1], [N, 1]; every GPU and version supports only bfloat16 output."""
     if (y := multiply_few_rows(a, b, a_scale, b_scale, bias, out_dtype, into)) is not None:
         return y
     if out_dtype == torch.bfloat16:
@@ -166,7 +166,7 @@ def _multiply_rows(
 def _multiply_blocks(
     left: BlockOperand, right: BlockOperand, out_dtype: torch.dtype, into: Tensor | None
 ) -> Tensor:
-    """In bfloat16 or float32, by cuBLASLt or, for blocks that it lacks, by our kernel."""
+    """Multiply blocks to bfloat16 or float32; our kernel does what cuBLASLt lacks."""
     (a, a_scale, a_block), (b, b_scale, b_block) = left, right
     rows, columns = a.shape[0], b.shape[0]
     if tuple(a_block) == (1, 32):
@@ -193,12 +193,12 @@ def _multiply_blocks(
     )
 
 
-# What cuBLASLt wants to see; each returns its input when that is it already.
+# Helpers that give a tensor the form that cuBLASLt wants, or return it if it has this form.
 
 
 def _pad(q: Tensor, rows: int, columns: int) -> Tensor:
-    """A contiguous, aligned [rows, columns], zeros below and to the right of ``q``."""
-    # Torch tells row-major from column-major by the strides, and those of one row are arbitrary.
+    """Return ``q`` as a contiguous, aligned matrix, padded with zeros to [rows, columns]."""
+    # Torch tells row-major from column-major by strides, which are arbitrary for a single row.
     if q.shape == (rows, columns) and q.stride() == (columns, 1) and _aligned(q):
         return q
     padded = torch.zeros((rows, columns), dtype=torch.uint8, device=q.device)
@@ -215,7 +215,7 @@ def _pad_bias(bias: Tensor | None, columns: int) -> Tensor | None:
 
 
 def _per_row(scale: Tensor, block: Sequence[int], rows: int) -> Tensor:
-    """Contiguous [rows, 1] of blocks that span K."""
+    """Return contiguous scales [rows, 1] for blocks that span K."""
     if scale.shape == (rows, 1) and scale.is_contiguous() and _aligned(scale):
         return scale
     per_row = scale.new_ones((rows, 1))
@@ -228,9 +228,9 @@ def _per_row(scale: Tensor, block: Sequence[int], rows: int) -> Tensor:
 
 
 def _per_block(scale: Tensor, block: Sequence[int], rows: int) -> Tensor:
-    """1x128: [rows, K / 128] with contiguous columns. 128x128: its transpose, likewise.
+    """Return scales with contiguous columns: [rows, K / 128] for 1x128 blocks.
 
-    The second has its K / 128 padded to a multiple of 4.
+    For 128x128 blocks, return [K / 128, rows / 128] with K / 128 padded to a multiple of 4.
     Source: cuBLAS documentation, "Scaling Factors Layouts".
     """
     if block[0] == 1:

@@ -1,11 +1,10 @@
 """Cast a matrix whose rows are in groups, or a batch of matrices, on the GPU.
 
-M rows, K columns of what is cast, E groups or matrices; ROWS, COLUMNS the same after padding, and
-ACROSS the columns of a transpose. A program has a tile of 128 rows, and no tile has rows of two
-groups: the plan of the groups, made on the device, says where its rows are. In a transpose tile i
-has the columns from 128 i on: the layout of ``ops/reference/grouped.py``. Behind the groups come
-the tiles of the padding rows, which read nothing and write zeros; in a transpose, where no GEMM
-reads them, nothing.
+M rows and K columns are cast, in E groups or matrices; ROWS, COLUMNS are the sizes after padding,
+and ACROSS is the number of columns of a transpose. A program casts a tile of 128 rows, and no tile
+has rows of two groups: a plan, made on the device, says which rows a tile has. In a transpose, tile
+i has the columns from 128 i on: the layout of ``ops/reference/grouped.py``. The tiles of padding
+rows come last. They read nothing and write zeros, but nothing to a transpose: no GEMM reads it.
 
 Tiles are read by words, as ``prologue.load_words`` says.
 """
@@ -34,12 +33,12 @@ from float8lab.ops.kernels.scaling import make_scales
 from float8lab.ops.reference import ALIGN, SPAN, padded_rows, prologue_shape, round_up
 
 _TILE = _common.Tile(rows=128, columns=128, warps=8)
-"""The tile of casts in blocks: it has whole ones."""
+"""The tile of casts in blocks: it holds complete blocks."""
 _TILE_OF_GRADIENT = _common.Tile(rows=128, columns=32, warps=4)
-"""A gradient is computed from two or three tiles, and large ones take all registers."""
+"""A gradient is computed from two or three tiles: larger ones would take all registers."""
 _AMAX_TILE = _common.Tile(rows=32, columns=256, warps=8)
-"""Wide, since a program reads its tiles one after another: rows of 512 bytes."""
-_SUMS = 128
+"""The tile is wide (its rows have 512 bytes): a program reads its tiles one after another."""
+_COLUMNS_OF_SUMS = 128
 """Columns that one program sums."""
 
 
@@ -50,18 +49,18 @@ def _plan_kernel(
     M, E,
     COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The groups from the largest on, and their tiles; how many tiles there are; where each is."""
-    # Group E has the rows beyond the last end. Of a tile beyond all rows every number is 0.
+    """Write the plan that ``reference.plan_groups`` describes: a program writes one of its rows."""
+    # Group E has the rows after the last offset. A tile after all rows has only zeros.
     index = tl.program_id(0)
     groups = tl.arange(0, COUNT)
     stops = tl.load(offs_ptr + groups, mask=groups < E, other=M).to(tl.int32)
     starts = tl.load(offs_ptr + groups - 1, mask=(groups > 0) & (groups <= E), other=0).to(tl.int32)
     starts = tl.where(groups <= E, starts, M)
-    of_group = (tl.maximum(stops - starts, 0) + 127) // 128
+    tiles_of_group = (tl.maximum(stops - starts, 0) + 127) // 128
     plan_ptr += 4 * index
     if index > E:
         tile = index - E - 1
-        last = tl.cumsum(of_group, 0)
+        last = tl.cumsum(tiles_of_group, 0)
         is_past = last <= tile
         first = tl.max(tl.where(is_past, last, 0), 0)
         is_group = (groups == tl.sum(is_past.to(tl.int32), 0)) & (groups <= E)
@@ -69,12 +68,12 @@ def _plan_kernel(
         tl.store(plan_ptr + 1, tl.sum(tl.where(is_group, starts + (tile - first) * 128, 0), 0))
         tl.store(plan_ptr + 2, tl.sum(tl.where(is_group, stops, 0), 0))
     else:
-        tiles = tl.sum(tl.where(groups == index, of_group, 0), 0)
-        before = tl.sum(tl.where((groups < index) | (index == E), of_group, 0), 0)
-        is_ahead = (of_group > tiles) | ((of_group == tiles) & (groups < index))
-        place = tl.sum(((groups < E) & is_ahead).to(tl.int32), 0)
-        plan_ptr += 4 * (tl.where(index == E, E, place) - index)
-        tl.store(plan_ptr, before)
+        tiles = tl.sum(tl.where(groups == index, tiles_of_group, 0), 0)
+        tiles_before = tl.sum(tl.where((groups < index) | (index == E), tiles_of_group, 0), 0)
+        is_ahead = (tiles_of_group > tiles) | ((tiles_of_group == tiles) & (groups < index))
+        rank = tl.sum(((groups < E) & is_ahead).to(tl.int32), 0)
+        plan_ptr += 4 * (tl.where(index == E, E, rank) - index)
+        tl.store(plan_ptr, tiles_before)
         tl.store(plan_ptr + 1, tiles)
         tl.store(plan_ptr + 2, tl.where(index == E, 0, index))
     tl.store(plan_ptr + 3, 0)
@@ -89,16 +88,16 @@ def plan_groups(offs: Tensor, rows: int) -> Tensor:
 
 
 @triton.jit
-def _part_of_plan(plan_ptr, index, PARTS: tl.constexpr):
-    """Group, first row and end of one of the ``PARTS`` of a tile in a plan."""
-    at = plan_ptr + 4 * (index // PARTS)
-    row = tl.load(at + 1) + index % PARTS * (128 // PARTS)
-    return tl.load(at), row.to(tl.int64), tl.load(at + 2)
+def _rows_of_slice(plan_ptr, index, SLICES: tl.constexpr):
+    """Return group, first row and end row of a slice; each tile of a plan has SLICES of them."""
+    entry_ptr = plan_ptr + 4 * (index // SLICES)
+    row = tl.load(entry_ptr + 1) + index % SLICES * (128 // SLICES)
+    return tl.load(entry_ptr), row.to(tl.int64), tl.load(entry_ptr + 2)
 
 
 @triton.jit
 def _rows_of_tile(tile_m, plan_ptr, M, E, ROWS):
-    """Group or matrix, first row, end of the rows to read and of those to write, of a tile."""
+    """Return a tile's group or matrix, first row, and the limits of rows to read and to write."""
     if plan_ptr is None:
         tiles = tl.cdiv(ROWS, 128)
         group = tile_m // tiles
@@ -106,7 +105,7 @@ def _rows_of_tile(tile_m, plan_ptr, M, E, ROWS):
         end = tl.zeros([], tl.int64) + M
         limit = tl.zeros([], tl.int64) + ROWS
     else:
-        group, row, limit = _part_of_plan(plan_ptr + 4 * (E + 1), tile_m, 1)
+        group, row, limit = _rows_of_slice(plan_ptr + 4 * (E + 1), tile_m, 1)
         end = tl.where(group < E, limit, row)
         group = group.to(tl.int64)
     return group, row, end, limit
@@ -115,33 +114,33 @@ def _rows_of_tile(tile_m, plan_ptr, M, E, ROWS):
 @launched
 def _amax_groups_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    plan_ptr,  # [E + 1 + tiles, 4] int32, of ``plan_groups``
+    plan_ptr,  # [E + 1 + tiles, 4] int32, from ``plan_groups``
     amax_ptr,  # [programs, E] fp32
     K, E,
     COUNT: tl.constexpr,
     VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """The amax of each group in the tiles of a program, which writes 0 for groups in none of them.
+    """Write each group's amax over the tiles of a program: 0 for groups without such a tile.
 
-    A program reads neighbouring tiles. Groups come in order, so it has to reduce its registers only
-    where another one begins: of many groups, most programs have tiles of one or two.
+    A program reads neighbouring tiles, in the order of the groups, so it reduces its registers only
+    where the next group begins. Even of many groups, most programs meet only one or two.
     """
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     program, programs = tl.program_id(0), tl.num_programs(0)
-    PARTS: tl.constexpr = 128 // TILE_M
+    SLICES: tl.constexpr = 128 // TILE_M
     tiles_k = tl.cdiv(K // 2 if VALUES.halves else K, TILE_K)
-    tiles = PARTS * tiles_k * (tl.load(plan_ptr + 4 * E) - tl.load(plan_ptr + 4 * E + 1))
+    tiles = SLICES * tiles_k * (tl.load(plan_ptr + 4 * E) - tl.load(plan_ptr + 4 * E + 1))
     plan_ptr += 4 * (E + 1)
     index = tl.arange(0, COUNT)
     amax_ptr += program * E + index
     bits = tl.zeros([TILE_M, TILE_K], tl.int32)
     current = 0
-    written = 0  # groups
-    of_program = tl.cdiv(tiles, programs)
-    first = program * of_program
-    stop = tl.minimum(first + of_program, tiles)
+    written = 0  # groups whose amax is stored
+    tiles_of_program = tl.cdiv(tiles, programs)
+    first = program * tiles_of_program
+    stop = tl.minimum(first + tiles_of_program, tiles)
     last = tl.maximum(stop - 1, 0)
-    group, row, end = _part_of_plan(plan_ptr, tl.minimum(first, last) // tiles_k, PARTS)
+    group, row, end = _rows_of_slice(plan_ptr, tl.minimum(first, last) // tiles_k, SLICES)
     for tile in range(first, stop):
         if group != current:
             amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
@@ -155,8 +154,8 @@ def _amax_groups_kernel(
             inputs, row + tl.arange(0, TILE_M), tile_k * TILE_K + tl.arange(0, TILE_K), tile_k,
             end, K, VALUES, TILE_K,
         )  # fmt: skip
-        # The next tile's place arrives with the values of this one.
-        group, row, end = _part_of_plan(plan_ptr, tl.minimum(tile + 1, last) // tiles_k, PARTS)
+        # The plan's entry for the next tile arrives together with the values of this tile.
+        group, row, end = _rows_of_slice(plan_ptr, tl.minimum(tile + 1, last) // tiles_k, SLICES)
         bits = tl.maximum(bits, tile_bits)
     amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
     mask = (index >= written) & (index < E)
@@ -165,16 +164,16 @@ def _amax_groups_kernel(
 
 @launched
 def _factors_kernel(
-    partial_ptr,  # [matrices, parts] fp32 of these strides, or one for all
+    partial_ptr,  # [matrices, count] fp32 with these strides, or one for all
     amax_ptr, scale_ptr, scale_t_ptr, encode_ptr,  # [matrices] fp32
-    count, stride, stride_part, eps,
-    LIMIT: tl.constexpr, RULE: tl.constexpr, PARTS: tl.constexpr,
+    count, stride, stride_partial, eps,
+    LIMIT: tl.constexpr, RULE: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """Amax, scale and encode factor of each matrix or group, from its partial amaxes."""
+    """Write amax, scale and encode factor of a matrix or group, from its partial amaxes."""
     matrix = tl.program_id(0)
-    index = tl.arange(0, PARTS)
+    index = tl.arange(0, PARTIALS)
     partial = tl.load(
-        partial_ptr + matrix * stride + index * stride_part, mask=index < count, other=0.0
+        partial_ptr + matrix * stride + index * stride_partial, mask=index < count, other=0.0
     )
     amax = tl.max(_common.abs_bits(partial), 0).to(tl.float32, bitcast=True)
     scale, encode = scale_from_amax(amax, tl.cast(eps, tl.float32), LIMIT, RULE)
@@ -190,7 +189,7 @@ def _amax_rows_of_groups_kernel(
     plan_ptr,
     amax_ptr,  # int32 bit patterns, zero at first: of all rows, then of the columns of each group
     M, K, E, stride_ae, ROWS, COLUMNS, ALL_ROWS,
-    WRITE: tl.constexpr, TRANSPOSE: tl.constexpr,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K)
@@ -205,12 +204,12 @@ def _amax_rows_of_groups_kernel(
         inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
         y = load(inputs, row + local, columns, tile_k, end, K, VALUES, TILE_K)
         bits = _common.abs_bits(y.to(tl.float32))
-        if WRITE:
+        if ROWWISE:
             mask = row + local < end
             tl.atomic_max(amax_ptr + first + local, tl.max(bits, 1), mask=mask, sem="relaxed")
-        if TRANSPOSE:
-            of_group = amax_ptr + ALL_ROWS + group * COLUMNS
-            tl.atomic_max(of_group + columns, tl.max(bits, 0), mask=columns < K, sem="relaxed")
+        if COLUMNWISE:
+            group_ptr = amax_ptr + ALL_ROWS + group * COLUMNS
+            tl.atomic_max(group_ptr + columns, tl.max(bits, 0), mask=columns < K, sem="relaxed")
 
 
 @triton.jit
@@ -218,7 +217,7 @@ def _write_rows_of_blocks(
     x, row, local, columns, tile_k, limit, q_ptr, scale_ptr, COLUMNS, stride_sm, stride_sk, eps,
     LIMIT: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Every fourth row of a tile, with a scale for every 1 x BLOCK."""
+    """Cast and write every fourth row of a tile, with a scale for every 1 x BLOCK values."""
     wide = widen(x)
     scale, encode = scale_from_amax(
         _common.block_amax(_common.abs_bits(wide), 1, BLOCK), eps, LIMIT, RULE
@@ -235,14 +234,14 @@ def _write_rows_of_blocks(
 
 @triton.jit
 def _column_factors(
-    bits, columns, place, limit, scale_t_ptr, COLUMNS, stride_tk, stride_tm, eps,
+    bits, columns, start_t, limit, scale_t_ptr, COLUMNS, stride_tk, stride_tm, eps,
     LIMIT: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Encode factors of every word of a tile, whose columns have a scale for every BLOCK rows."""
+    """Return the encode factors of a tile's words; write a scale per BLOCK rows of a column."""
     DOWN: tl.constexpr = TILE_M // BLOCK
     scale, encode = scale_from_amax(_common.block_amax(bits, BLOCK // 4, 1), eps, LIMIT, RULE)
-    m = place // BLOCK + tl.arange(0, DOWN)
+    m = start_t // BLOCK + tl.arange(0, DOWN)
     mask = (m * BLOCK < limit)[:, None] & (columns < COLUMNS)[None, :]
     offsets = columns[None, :] * stride_tk + m[:, None] * stride_tm
     tl.store(scale_t_ptr + offsets, scale, mask=mask)
@@ -253,7 +252,7 @@ def _column_factors(
 @launched(do_not_specialize_on_alignment=["slot_ptr"])
 def _cast_groups_kernel(  # noqa: PLR0915
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    plan_ptr,  # of ``plan_groups``; None for a batch
+    plan_ptr,  # from ``plan_groups``; None for a batch
     given_ptr,  # fp32 encode factors: one, or one per group or matrix; PER_ROW: rows, then columns
     slot_ptr,  # None or fp32: one per group or matrix
     q_ptr,  # None or [ROWS, COLUMNS] fp8, or E of these
@@ -271,12 +270,12 @@ def _cast_groups_kernel(  # noqa: PLR0915
     fp8: tl.constexpr = (q_ptr if q_t_ptr is None else q_t_ptr).dtype.element_ty
     tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K, FROM_END, VALUES.halves)
     group, row, end, limit = _rows_of_tile(tile_m, plan_ptr, M, E, ROWS)
-    place, limit_t = tile_m * TILE_M, ACROSS
+    start_t, limit_t = tile_m * TILE_M, ACROSS
     if plan_ptr is not None:
         limit_t = tl.where(row < end, ACROSS, 0)
     else:
         a_ptr += group * stride_ae
-        place = row
+        start_t = row
         if q_ptr is not None:
             q_ptr += group * ROWS * COLUMNS
         if q_t_ptr is not None:
@@ -287,7 +286,7 @@ def _cast_groups_kernel(  # noqa: PLR0915
             if q_t_ptr is not None and not SQUARE:
                 scale_t_ptr += group * COLUMNS * stride_tk
     slot_bits = 0
-    if slot_ptr is not None:  # read this early, it arrives with the tile
+    if slot_ptr is not None:  # read so early, it arrives with the tile
         amax = tl.load(slot_ptr + group, mask=row < end, other=float("inf"))
         slot_bits = amax.to(tl.int32, bitcast=True)
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
@@ -319,7 +318,7 @@ def _cast_groups_kernel(  # noqa: PLR0915
             encode = tl.load(given_ptr + group * given_stride, mask=group < E, other=1.0)
 
         if BLOCK == 0 or SQUARE:
-            # Wide, and once for both orientations: 2-byte values take up to 15 % longer here.
+            # Widen once for both orientations: 2-byte values would take up to 15 % longer here.
             x0, x1 = nan_for_infinity(widen(x0), fp8), nan_for_infinity(widen(x1), fp8)
             x2, x3 = nan_for_infinity(widen(x2), fp8), nan_for_infinity(widen(x3), fp8)
         if q_ptr is not None:
@@ -333,25 +332,25 @@ def _cast_groups_kernel(  # noqa: PLR0915
                 else:
                     if PER_ROW:
                         first = group * ROWS if plan_ptr is None else 0
-                        of_rows = given_ptr + first + row + local
-                        encode = tl.load(of_rows, mask=row + local < limit, other=1.0)[:, None]
+                        row_factors = given_ptr + first + row + local
+                        encode = tl.load(row_factors, mask=row + local < limit, other=1.0)[:, None]
                     q = saturate(x * encode, x, fp8)
                     _common.store_tile(q_ptr, q, row + local, columns, limit, COLUMNS)
         if q_t_ptr is not None:
             if BLOCK > 0 and not SQUARE:
                 encode = _column_factors(
-                    _common.largest_bits(x0, x1, x2, x3), columns, place, limit_t, scale_t_ptr,
+                    _common.largest_bits(x0, x1, x2, x3), columns, start_t, limit_t, scale_t_ptr,
                     COLUMNS, stride_tk, stride_tm, eps, LIMIT, RULE, BLOCK, TILE_M, TILE_K,
                 )  # fmt: skip
-                # As the rows are cast, from wide values: else it takes up to half more registers.
+                # Cast wide values, as for rows: 2-byte values take up to half more registers.
                 x0, x1 = nan_for_infinity(widen(x0), fp8), nan_for_infinity(widen(x1), fp8)
                 x2, x3 = nan_for_infinity(widen(x2), fp8), nan_for_infinity(widen(x3), fp8)
             elif PER_ROW:
-                of_columns = given_ptr + ALL_ROWS + group * COLUMNS + columns
+                column_factors = given_ptr + ALL_ROWS + group * COLUMNS + columns
                 mask = (columns < COLUMNS) & (group < E)
-                encode = tl.load(of_columns, mask=mask, other=1.0)[None, :]
+                encode = tl.load(column_factors, mask=mask, other=1.0)[None, :]
             packed = _common.pack_scaled(x0, x1, x2, x3, encode, fp8)
-            words = place // 4 + word
+            words = start_t // 4 + word
             _common.store_words(q_t_ptr, packed, words, columns, ACROSS, COLUMNS, limit_t)
 
 
@@ -362,7 +361,7 @@ def _sum_groups_kernel(
     offs_ptr, K,
     COUNT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The sums of each group from those of its tiles."""
+    """Add up the column sums of each group from those of its tiles."""
     group = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     index = tl.arange(0, COUNT)
@@ -383,7 +382,7 @@ def _sum_groups_kernel(
 def _has_kernel(
     matrix: prologues.Matrix, offs: Tensor | None, block: tuple[int, ...], rule: str
 ) -> bool:
-    """Else the reference runs on the GPU as it is, which waits for the offsets of the groups."""
+    """Whether a kernel can cast this; the reference makes the host wait for the groups' offsets."""
     if offs is None:
         x = matrix[1][0]
         fits = x.numel() > 0 and x.shape[2] > 1 and x.dtype != torch.float64
@@ -397,7 +396,7 @@ def _has_kernel(
 
 
 def _tile_of(prologue: str) -> _common.Tile:
-    """The tile of a program where blocks are rows, columns or all of a group."""
+    """Return the tile of a program that makes scales per row, per column or per group."""
     return _TILE_OF_GRADIENT if prologue.endswith("_backward") else prologues.WORDS_OF_MATRIX
 
 
@@ -406,7 +405,7 @@ def cast_groups(
     options: prologues.Options, rowwise: bool, columnwise: bool, dbias: bool,
     given: Tensor | None, slot: Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The results of ``cast`` for groups, or without ``offs`` for a batch."""
+    """Return the results of ``cast`` for groups, or for a batch if ``offs`` is None."""
     (prologue, inputs, dtype), (fp8_dtype, block, rule, eps) = matrix, options
     first = inputs[0]
     if not _has_kernel(matrix, offs, block, rule):
@@ -415,18 +414,18 @@ def cast_groups(
     if offs is not None and plan is None:
         plan = plan_groups(offs, prologue_shape(prologue, inputs)[0])
     if offs is not None and columnwise and slot is None:
-        x_fits = has_tiles if prologue else takes_tiles
-        if x_fits(first, dtype, block, ALIGN):
+        fits_tiles = has_tiles if prologue else takes_tiles
+        if fits_tiles(first, dtype, block, ALIGN):
             return cast_tiles_of_groups(
-                matrix, offs, options, write=rowwise, column_sum=dbias, plan=plan
+                matrix, offs, options, rowwise=rowwise, column_sum=dbias, plan=plan
             )
     batch: tuple[int, ...] = ()
-    stride, source = 0, inputs
+    stride, kernel_inputs = 0, inputs
     if offs is None:
         E, M, K = first.shape
         batch, stride = (E,), first.stride(0)
-        # A view that a replay knows, where it can be one.
-        source = [first.view(-1, K) if first.is_contiguous() else first[0]]
+        # A replay can repeat ``view``; only a batch with gaps needs ``[0]``.
+        kernel_inputs = [first.view(-1, K) if first.is_contiguous() else first[0]]
         rows = across = round_up(M, ALIGN)
         tiles = E * _common.ceil_div(rows, SPAN)
     else:
@@ -434,11 +433,11 @@ def cast_groups(
         rows, across = M, padded_rows(M, E)
         tiles = across // SPAN
     columns = round_up(K, ALIGN)
-    matrix, layout = (prologue, source, dtype), (plan, M, K, E, stride)
+    matrix, layout = (prologue, kernel_inputs, dtype), (plan, M, K, E, stride)
     per_tensor, per_row = block == (-1, -1), block == (1, -1)
-    blocks = not per_tensor and not per_row
+    has_blocks = not per_tensor and not per_row
     amax = scale = scale_t = q = q_t = sums = None
-    # The factors that are given lie as they lie among those of other tensors.
+    # ``given`` may be a strided view of the factors of many tensors.
     given_stride = 0 if given is None or given.numel() == 1 else given.stride(0)
     if per_tensor and rule in SCALE_RULES:
         amaxes, scale, scale_t, factors = _factors(matrix, layout, options, given)
@@ -448,53 +447,53 @@ def cast_groups(
             return None, None, amax, None, None, None
     elif per_row:
         scale, scale_t, given = _scales_of_rows(
-            matrix, layout, (*batch, rows, columns), options, write=rowwise, transpose=columnwise
+            matrix, layout, (*batch, rows, columns), options, rowwise=rowwise, columnwise=columnwise
         )
     if rowwise:
         q = first.new_empty((*batch, rows, columns), dtype=fp8_dtype)
-        scale = empty_scale(first, (*batch, rows, columns), block) if blocks else scale
+        scale = empty_scale(first, (*batch, rows, columns), block) if has_blocks else scale
     if columnwise:
         q_t = first.new_empty((*batch, columns, across), dtype=fp8_dtype)
-        scale_t = empty_scale(first, (*batch, columns, across), block) if blocks else scale_t
+        scale_t = empty_scale(first, (*batch, columns, across), block) if has_blocks else scale_t
     if dbias:
         sums = first.new_empty((tiles, K), dtype=torch.float32)
-    of_blocks = [scale, scale_t] if blocks else [None, None]
-    strides = [n for x in of_blocks for n in ((1, 1) if x is None else x.stride()[-2:])]
-    tile = _TILE if blocks else _tile_of(prologue)
+    scales = [scale, scale_t] if has_blocks else [None, None]
+    strides = [n for x in scales for n in ((1, 1) if x is None else x.stride()[-2:])]
+    tile = _TILE if has_blocks else _tile_of(prologue)
     tensors, constants = prologues.arguments_of(*matrix, tile)
     tiles_k = _common.ceil_div(prologues.width_of_tiles(columns, constants), tile.columns)
     _cast_groups_kernel[(tiles * tiles_k,)](
-        *tensors, plan, given, slot, q, q_t, *of_blocks, sums, *layout[1:], rows, columns, across,
+        *tensors, plan, given, slot, q, q_t, *scales, sums, *layout[1:], rows, columns, across,
         rows * (E if batch else 1), given_stride, *strides, eps,
-        LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1] if blocks else 0,
+        LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1] if has_blocks else 0,
         SQUARE=block == (128, 128), PER_ROW=per_row,
-        # Of what the amax's kernel has just read, the last part is in the cache.
-        FROM_END=rule in SCALE_RULES and not blocks and not prologue, **constants,
+        # The cache still holds the end of what the amax kernel has just read.
+        FROM_END=rule in SCALE_RULES and not has_blocks and not prologue, **constants,
     )  # fmt: skip
     column_sums = None if sums is None else _sums_of_groups(sums, offs)
     return q, scale if rowwise else None, amax, q_t, scale_t if columnwise else None, column_sums
 
 
 def _sums_of_groups(partial: Tensor, offs: Tensor | None) -> Tensor:
-    """``[E, K]``, of the sums of row tiles."""
+    """Return the column sums of each group, ``[E, K]``, from those of row tiles."""
     assert offs is not None, "a batch has none"
     E, K = offs.shape[0], partial.shape[1]
     column_sums = partial.new_empty((E, K))
-    _sum_groups_kernel[(E, _common.ceil_div(K, _SUMS))](
-        partial, column_sums, offs, K, COUNT=_common.next_power_of_2(E), COLUMNS=_SUMS
+    _sum_groups_kernel[(E, _common.ceil_div(K, _COLUMNS_OF_SUMS))](
+        partial, column_sums, offs, K, COUNT=_common.next_power_of_2(E), COLUMNS=_COLUMNS_OF_SUMS
     )
     return column_sums
 
 
 def cast_tiles_of_groups(
-    matrix: prologues.Matrix, offs: Tensor, options: prologues.Options, *, write: bool,
+    matrix: prologues.Matrix, offs: Tensor, options: prologues.Options, *, rowwise: bool,
     column_sum: bool, plan: Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The op's results in blocks of one row from ``cast_hopper``'s tiles; always the transpose."""
+    """Cast groups in blocks of one row by ``cast_hopper``, which always writes the transpose."""
     (M, K), E = prologue_shape(*matrix[:2]), offs.shape[0]
     *results, sums = cast_tiles(
         matrix, options, (M, round_up(K, ALIGN), padded_rows(M, E)),
-        write=write, column_sum=column_sum, plan=plan, groups=E,
+        rowwise=rowwise, column_sum=column_sum, plan=plan, groups=E,
     )  # fmt: skip
     return *results, None if sums is None else _sums_of_groups(sums, offs)
 
@@ -503,7 +502,7 @@ def _factors(
     matrix: prologues.Matrix, layout: tuple[Any, ...], options: prologues.Options,
     given: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    """Amax, scale twice, and encode factor, of each group or matrix; the amax may be ``given``."""
+    """Return amax, scale (twice) and encode factor of each matrix; ``given`` are known amaxes."""
     (_, (first, *_), _), (plan, M, K, E, stride) = matrix, layout
     fp8_dtype, _, rule, eps = options
     if given is not None:
@@ -524,16 +523,16 @@ def _factors(
     results = [first.new_empty((E, 1, 1), dtype=torch.float32) for _ in range(4)]
     _factors_kernel[(E,)](
         partial, *results, count, *strides, eps,
-        LIMIT=largest(fp8_dtype), RULE=rule, PARTS=_common.next_power_of_2(count),
+        LIMIT=largest(fp8_dtype), RULE=rule, PARTIALS=_common.next_power_of_2(count),
     )  # fmt: skip
     return results
 
 
 def _scales_of_rows(
     matrix: prologues.Matrix, layout: tuple[Any, ...], shape: tuple[int, ...],
-    options: prologues.Options, *, write: bool, transpose: bool,
+    options: prologues.Options, *, rowwise: bool, columnwise: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Scales of all rows and of each group's columns, and the encode factors of both."""
+    """Return scales of all rows and of each group's columns, and the encode factors of both."""
     (_, (first, *_), _), (plan, M, _, E, _), (*batch, rows, columns) = matrix, layout, shape
     tiles = padded_rows(M, E) // SPAN if plan is not None else E * _common.ceil_div(rows, SPAN)
     all_rows = rows if plan is not None else E * rows
@@ -542,7 +541,7 @@ def _scales_of_rows(
     tensors, constants = prologues.arguments_of(*matrix, tile)
     _amax_rows_of_groups_kernel[(tiles * _common.ceil_div(columns, tile.columns),)](
         *tensors, plan, amaxes, *layout[1:], rows, columns, all_rows,
-        WRITE=write, TRANSPOSE=transpose, **constants,
+        ROWWISE=rowwise, COLUMNWISE=columnwise, **constants,
     )  # fmt: skip
     scale = first.new_empty((*batch, rows, 1), dtype=torch.float32)
     scale_t = first.new_empty((E, columns, 1), dtype=torch.float32)

@@ -1,8 +1,8 @@
 """The GEMMs of MoE experts on Hopper's tensor cores.  E groups, or experts.
 
-``y = a @ b.T`` where each group of a's rows has its own b, ``[M, N]``, or where each group of the
-contraction gives a result of its own, ``[E, N, K]``: ``hopper_gemm.py``, with a plan of the tiles.
-Operands in other formats, and other GPUs, take bfloat16 by torch._grouped_mm.
+``hopper_gemm.py`` computes ``y = a @ b.T`` with a plan of the tiles. Either each group of a's rows
+has its own b, and y is ``[M, N]``; or each group of the contraction has its own y: ``[E, M, N]``.
+Operands in other formats, and other GPUs, use torch._grouped_mm in bfloat16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def mode_of(
     a: Tensor, a_block: tuple[int, ...], b: Tensor, b_block: tuple[int, ...],
     out_dtype: torch.dtype, fast_accum: bool,
 ) -> str | None:  # fmt: skip
-    """Which of the kernel's modes multiplies the operands; None if none does."""
+    """Return the mode of the kernel that multiplies these operands, or None."""
     if not HOPPER.includes(capability_of(a.device)):
         return None
     if a.dtype == b.dtype == torch.float8_e5m2 or a.shape[-1] % ALIGN or b.shape[-2] % ALIGN:
@@ -37,7 +37,7 @@ def mode_of(
     if any(x.data_ptr() % 16 for x in (a, b)) or out_dtype == torch.float64:
         return None
     if a_block[1] == b_block[1] == -1:
-        # The output of 64 x 256 in float32 would leave no room for operands.
+        # A float32 output of 64 x 256 would leave no shared memory for the operands.
         return "fast" if fast_accum and out_dtype.itemsize == 2 else "precise"
     if a_block == (1, 128) and b_block in ((128, 128), (1, 128)):
         return "rows" if b_block == (1, 128) else ("block" if b.ndim == 3 else None)
@@ -49,7 +49,7 @@ def grouped_mm(
     b_block: Sequence[int], bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool,
     offs: Tensor, plan: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """``scaled_mm`` of groups."""
+    """Do ``scaled_mm`` for groups."""
     if 0 in a.shape or 0 in b.shape or not offs.shape[0] or a_scale is None or b_scale is None:
         return _in_high_precision(a, b, bias, offs, out_dtype)
     mode = mode_of(a, tuple(a_block), b, tuple(b_block), out_dtype, fast_accum)
@@ -65,7 +65,7 @@ def multiply_groups(
     offs: Tensor, out_dtype: torch.dtype, plan: Tensor | None = None,
     config: hopper_gemm.Config | None = None,
 ) -> Tensor:  # fmt: skip
-    """The GEMM of operands that have a mode; ``config`` in place of the one in the table."""
+    """Multiply operands for which there is a mode; ``config`` replaces that of the table."""
     contracts, E, (M, K), N = b.ndim == 2, offs.shape[0], a.shape, b.shape[-2]
     a = a if a.is_contiguous() else a.contiguous()
     b_rows = b_columns = 0
@@ -84,14 +84,14 @@ def multiply_groups(
     return hopper_gemm.multiply_tiles(
         mode, a, a_scale, b, b_scale, bias, y,
         groups=(hopper_gemm.GROUPED_SUMS if contracts else hopper_gemm.GROUPED_ROWS).value,
-        plan=plan, E=E, b_place=(b_rows, b_columns), config=config,
+        plan=plan, E=E, b_offset=(b_rows, b_columns), config=config,
     )  # fmt: skip
 
 
 def _in_high_precision(
     a: Tensor, b: Tensor, bias: Tensor | None, offs: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """Operands without scales, or nothing to multiply."""
+    """Multiply operands without scales, or return zeros where there is nothing to multiply."""
     E, M, N = offs.shape[0], a.shape[0], b.shape[-2]
     if bias is None and 0 in (E, M, N, a.shape[1]):
         return a.new_zeros((M, N) if b.ndim == 3 else (E, M, N), dtype=out_dtype)
@@ -105,15 +105,15 @@ def _in_high_precision(
     return zero_padding_rows(y, offs)
 
 
-_CLEAR = 1024
-"""Elements that a program clears at a time."""
+_CLEARED_SIZE = 1024
+"""How many elements a program clears at a time."""
 
 
 def zero_padding_rows(y: Tensor, offs: Tensor) -> Tensor:
-    """``y`` with zeros where torch leaves what it finds: what no group has given."""
+    """Write zeros to ``y`` where no group has a result: torch does not write there."""
     matrix = y if y.ndim == 2 else y.view(y.shape[0], -1)
-    _clear_kernel[(matrix.shape[0], min(ceil_div(matrix.shape[1], _CLEAR), 64))](
-        offs, matrix, matrix.shape[1], offs.shape[0], ROWS=y.ndim == 2, SIZE=_CLEAR
+    _clear_kernel[(matrix.shape[0], min(ceil_div(matrix.shape[1], _CLEARED_SIZE), 64))](
+        offs, matrix, matrix.shape[1], offs.shape[0], ROWS=y.ndim == 2, SIZE=_CLEARED_SIZE
     )
     return y
 
@@ -125,14 +125,14 @@ def _clear_kernel(
     N, E,
     ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Zeros in the rows beyond the last end, or in the results of groups without rows."""
+    """Clear the rows after the last offset, or the results of groups without rows."""
     row = tl.program_id(0)
     if ROWS:
-        beyond = row >= tl.load(offs_ptr + E - 1)
+        is_unused = row >= tl.load(offs_ptr + E - 1)
     else:
         start = tl.load(offs_ptr + row - 1, mask=row > 0, other=0)
-        beyond = tl.load(offs_ptr + row) <= start
-    if beyond:
+        is_unused = tl.load(offs_ptr + row) <= start
+    if is_unused:
         y_ptr += row.to(tl.int64) * N
         for first in range(tl.program_id(1) * SIZE, N, tl.num_programs(1) * SIZE):
             columns = first + tl.arange(0, SIZE)
@@ -140,7 +140,7 @@ def _clear_kernel(
 
 
 def _has_torch_strides(x: Tensor) -> bool:
-    """Whether torch._grouped_mm takes the operand: one dense dimension, others by 16 bytes."""
+    """Whether torch._grouped_mm takes an operand: a dense dimension, other strides of 16 bytes."""
     strides = sorted(x.stride()[-2:])
     aligned = all(stride % 8 == 0 for stride in (*strides[1:], *x.stride()[:-2]))
     return strides[0] == 1 and aligned and x.data_ptr() % 16 == 0
@@ -150,12 +150,12 @@ def _dequantized(
     a: Tensor, a_scale: Tensor, a_block: tuple[int, ...], b: Tensor, b_scale: Tensor,
     b_block: tuple[int, ...], bias: Tensor | None, offs: Tensor, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """In bfloat16 where that is wanted, else in float32 by the reference, which waits."""
+    """Multiply in bfloat16 if y is, else in float32 by the reference, which waits for offsets."""
     if out_dtype != torch.bfloat16 or (b.ndim == 2 and -1 in (a_block[1], b_block[1])):
         return reference.scaled_mm(
             a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, False, offs
         )
-    if a_scale.ndim == 3:  # of each group: one for each of its rows
+    if a_scale.ndim == 3:  # one for each group: repeat it for the group's rows
         a_scale, a_block = a_scale.view(-1, 1)[groups_of_rows(a.shape[0], offs)], (1, -1)
     left = dequantize(a, a_scale, a_block, out_dtype)
     if b.ndim == 3:

@@ -1,22 +1,22 @@
-"""``y = a @ b.T`` of FP8 on Hopper's tensor cores: matrices, groups of rows, or groups of the sum.
+"""``y = a @ b.T`` of FP8 on Hopper's tensor cores: matrices, groups of rows, or groups of K.
 
-M rows of a, N rows of b, K contraction, E groups. A program takes tiles of 128 x 256 of y, one
-after the other. Where there are groups, the rows that a tile has, and of which group, are looked up
-in a plan that a small kernel makes of the offsets of the groups (``grouped_gemm.py``), so the host
-knows none of it. A warp loads 128 of the contraction at a time through a ring of buffers; two
-groups of four warps have half of the tile each.
+M rows of a, N rows of b, K contraction, E groups. A program computes tiles of 128 x 256 of y, one
+after the other. With groups, a program looks up the rows of a tile, and their group, in a plan: a
+small kernel makes it from the offsets (``grouped_cast.py``), so the host need not know them. One
+warp loads 128 of the contraction at a time through a ring of buffers; two groups of four warps
+multiply half of the tile each.
 
-- "fast" leaves the sums to the tensor cores, 64 x 256 a group;
-- "precise" adds the sums over every 128 to sums in float32, 64 x 128 at a time, a quarter;
-- "block" and "rows" scale these sums, of 1x128 blocks by 128x128 or 1x128 ones, where they are
-  added, while the other group's quarter runs.
+- "fast" leaves the sums to the tensor cores, 64 x 256 for each group of warps;
+- "precise" adds the sums over each 128 of K in float32, 64 x 128 (a quarter of the tile) at a time;
+- "block" and "rows" scale these sums as they add them, while the other group of warps multiplies:
+  a has 1x128 blocks, and b has 128x128 ("block") or 1x128 blocks ("rows").
 
-A thread has two rows but 32 columns of a quarter. So where each row of b has a scale, reading these
-is what costs: the quarters of a group are below each other then, and their scales come from shared
-memory once for both. Else they are side by side.
+A thread has two rows but 32 columns of a quarter. So the scales are costly to read where each row
+of b has one: then the quarters of a group of warps are below each other, and both use the scales
+that are read once from shared memory. Otherwise the quarters are side by side.
 
-The last tile of a group stops where the group stops: such rows are stored by themselves, all others
-by TMA. Padding rows are a group without a contraction, so they are zeros.
+The last tile of a group stops where the group stops: threads store its rows, and TMA stores all
+other tiles. Padding rows are a group without a contraction, so they become zeros.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ PART = gl.constexpr(128)
 STEP = gl.constexpr(128)
 """How much of the contraction is multiplied at a time: a block."""
 DENSE = gl.constexpr(0)
-"""There are no groups."""
+"""The operands have no groups."""
 GROUPED_ROWS = gl.constexpr(1)
 """Each group of a's rows has a matrix b of its own."""
 GROUPED_SUMS = gl.constexpr(2)
-"""Each group of the contraction gives a result of its own."""
+"""Each group of the contraction has a result of its own."""
 _ADD = gl.constexpr("add.rn.f32 $0, $1, $2;")
 _ADD_SCALED = gl.constexpr("fma.rn.f32 $0, $1, $2, $3;")
 _ADD_SCALED_TWICE = gl.constexpr(
@@ -61,14 +61,14 @@ _ADD_SCALED_TWICE = gl.constexpr(
 
 
 class Config(NamedTuple):
-    """How a mode runs."""
+    """The settings with which a mode runs."""
 
     stages: int
     """How many buffers the ring has."""
     band: int = 16
-    """Rows of tiles that are worked on together."""
+    """How many rows of tiles are multiplied together."""
     registers: tuple[int, int] = (240, 24)
-    """Those of a thread that multiplies, and of one that loads."""
+    """Registers of a thread that multiplies, and of a thread that loads."""
 
 
 CONFIGS = {
@@ -80,12 +80,12 @@ CONFIGS = {
     ("rows", 2): Config(stages=4),
     ("rows", 4): Config(stages=3),
 }
-"""By mode, and bytes of an element of the output, which shares the memory of the ring."""
+"""Keys are mode and bytes of an output element: the output shares the memory of the ring."""
 
 
 @gluon.jit
-def place(tile, tiles_m, tiles_n, BAND: gl.constexpr):
-    """Row and column of a tile: down ``BAND`` rows of tiles, then the next column of tiles."""
+def tile_position(tile, tiles_m, tiles_n, BAND: gl.constexpr):
+    """Return row and column of a tile: tiles go down ``BAND`` rows, then to the next column."""
     band = tile // (BAND * tiles_n)
     first = band * BAND
     height = gl.minimum(tiles_m - first, BAND)
@@ -94,10 +94,10 @@ def place(tile, tiles_m, tiles_n, BAND: gl.constexpr):
 
 
 @gluon.jit
-def _in_turn(pass_index, programs, tiles):
-    """The tile that is multiplied at a turn, in every other round by the programs in reverse order.
+def _balanced_tile(pass_index, programs, tiles):
+    """Return the tile of a pass; in every other round the programs take tiles in reverse order.
 
-    Groups come from the largest on, so that the same programs would have the longest of each round.
+    The largest groups come first, so the same programs would get the longest tile of each round.
     """
     begin = pass_index // programs * programs
     last = gl.minimum(begin + programs, tiles) - 1
@@ -106,15 +106,15 @@ def _in_turn(pass_index, programs, tiles):
 
 @gluon.jit
 def _find(tile, schedule, plan_ptr, BAND: gl.constexpr, GROUPS: gl.constexpr):
-    """Where a tile's operands and its part of y are.
+    """Find the operands of a tile, and where it is in y.
 
-    Returns its group; row and first step of a; row and column of b; its steps; how many rows of the
-    group are left there, and its column in y.
+    Return its group; row and first step of a; row and column of b; its number of steps; how many
+    rows its group has left from this row on (``left``); and its column in y.
     """
     tiles_m, tiles_n, steps, _, programs, E, M, _, b_rows, b_columns = schedule
     if GROUPS == GROUPED_SUMS:
-        tile = _in_turn(tile, programs, tiles_m * tiles_n)
-    m, n = place(tile, tiles_m, tiles_n, BAND)
+        tile = _balanced_tile(tile, programs, tiles_m * tiles_n)
+    m, n = tile_position(tile, tiles_m, tiles_n, BAND)
     column = n * 2 * PART
     if GROUPS == DENSE:
         group = m * 0
@@ -124,21 +124,21 @@ def _find(tile, schedule, plan_ptr, BAND: gl.constexpr, GROUPS: gl.constexpr):
         b_column = group
         left = M - row
     elif GROUPS == GROUPED_SUMS:
-        down = gl.cdiv(M, 2 * HALF)
-        place_of_group = m // down
-        row = (m - place_of_group * down) * 2 * HALF
-        at = plan_ptr + 4 * place_of_group
-        first = gl.load(at)
-        steps = gl.load(at + 1)
-        group = gl.load(at + 2)
+        tiles_of_group = gl.cdiv(M, 2 * HALF)
+        rank = m // tiles_of_group
+        row = (m - rank * tiles_of_group) * 2 * HALF
+        entry_ptr = plan_ptr + 4 * rank
+        first = gl.load(entry_ptr)
+        steps = gl.load(entry_ptr + 1)
+        group = gl.load(entry_ptr + 2)
         b_row = column
         b_column = first * STEP
         left = M - row
     else:
-        at = plan_ptr + 4 * (E + 1 + m)
-        group = gl.load(at)
-        row = gl.load(at + 1)
-        left = gl.load(at + 2) - row
+        entry_ptr = plan_ptr + 4 * (E + 1 + m)
+        group = gl.load(entry_ptr)
+        row = gl.load(entry_ptr + 1)
+        left = gl.load(entry_ptr + 2) - row
         steps = gl.where(group < E, steps, 0)
         group = gl.minimum(group, E - 1)
         first = group * 0
@@ -148,10 +148,10 @@ def _find(tile, schedule, plan_ptr, BAND: gl.constexpr, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def _product(
+def _multiply_quarter(
     a_tile, b_tile, partial, quarter: gl.constexpr, group: gl.constexpr, B_BY_ROW: gl.constexpr
 ):
-    """To the registers of ``partial``, whose values do not count."""
+    """Multiply a quarter into the registers of ``partial``, whose old values are dropped."""
     a = a_tile.slice(HALF * (quarter if B_BY_ROW else group), HALF)
     b = b_tile.slice(PART * (group if B_BY_ROW else quarter), PART).permute((1, 0))
     return warpgroup_mma(a, b, partial, use_acc=False, is_async=True)
@@ -159,9 +159,9 @@ def _product(
 
 @gluon.jit
 def _add_part(sums, partial, a_scale, b_scale, B_BY_ROW: gl.constexpr, SCALED: gl.constexpr = True):
-    """``b_scale``, of each column, only if ``B_BY_ROW``; else ``a_scale`` is times b's."""
-    # As volatile assembly, because LLVM moves its own behind the next GEMM, whose results would
-    # then be there at the same time, and spill.
+    """Add a scaled quarter; unless ``B_BY_ROW``, ``a_scale`` includes the scale of b."""
+    # This assembly is volatile, because LLVM would move its own addition behind the next GEMM. Then
+    # the results of both GEMMs would be live at once, and registers would spill.
     if not SCALED:
         sums = gl.inline_asm_elementwise(
             _ADD, "=f,f,f", [partial, sums], dtype=gl.float32, is_pure=False, pack=1
@@ -182,8 +182,8 @@ def _add_part(sums, partial, a_scale, b_scale, B_BY_ROW: gl.constexpr, SCALED: g
 
 
 @gluon.jit
-def store_part(sums, y_desc, y_tile, row, column):
-    """64 rows; the store before it has to have read the buffer."""
+def store_rows(sums, y_desc, y_tile, row, column):
+    """Store 64 rows through a buffer, which the previous store must have read."""
     tma.store_wait(0)
     y_tile.store(sums.to(y_desc.dtype))
     fence_async_shared()
@@ -192,7 +192,7 @@ def store_part(sums, y_desc, y_tile, row, column):
 
 @gluon.jit
 def _load_tiles(arguments, BAND: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
-    """The loading warp."""
+    """Run the warp that loads."""
     a_desc, b_desc, a_tiles, b_tiles, full, empty, schedule, plan_ptr = arguments
     tiles_m, tiles_n, _, first_tile, programs, _, _, _, _, _ = schedule
     count = 0
@@ -212,11 +212,11 @@ def _load_tiles(arguments, BAND: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.
 
 @gluon.jit
 def _store(sums, y_desc, y_ptr, y_tile, row, column, left, N, GROUPS: gl.constexpr):
-    """64 rows of y, of which ``left`` are the group's."""
+    """Store 64 rows of y, of which ``left`` belong to the group."""
     if GROUPS == DENSE:
-        store_part(sums, y_desc, y_tile, row, column)  # which leaves out what is not there
+        store_rows(sums, y_desc, y_tile, row, column)  # TMA skips what is outside of y
     elif left >= HALF:
-        store_part(sums, y_desc, y_tile, row, column)
+        store_rows(sums, y_desc, y_tile, row, column)
     elif left > 0:
         rows = gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout))
         columns = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout)) + column
@@ -227,7 +227,7 @@ def _store(sums, y_desc, y_ptr, y_tile, row, column, left, N, GROUPS: gl.constex
 
 @gluon.jit
 def _scale(sums, scales, group, row, column, M, N):
-    """The sums of a part times the scales of its rows and columns, which span the contraction."""
+    """Multiply sums by the scales of their rows and columns, which span the contraction."""
     a_scale_ptr, b_scale_ptr, a_stride, _, b_stride, b_row_stride, a_row_stride, _, _ = scales
     rows = gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout)) + row
     columns = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout)) + column
@@ -240,7 +240,7 @@ def _scale(sums, scales, group, row, column, M, N):
 
 @gluon.jit
 def _add_bias(sums, scales, group, column, steps, N):
-    """The sums of a part plus the biases of its columns; not in padding rows."""
+    """Add the bias of each column to sums, except in padding rows."""
     _, _, _, _, _, _, _, bias_ptr, _ = scales
     columns = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout)) + column
     columns = gl.minimum(columns, N - 1)
@@ -253,7 +253,7 @@ def _multiply_fast(
     arguments, number: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """A group of warps, where the tensor cores sum."""
+    """Run a group of warps that leaves the sums to the tensor cores."""
     a_tiles, b_tiles, y_tiles, _, full, empty, schedule, plan_ptr, y_desc, y_ptr, scales = arguments
     tiles_m, tiles_n, _, first_tile, programs, _, M, N, _, _ = schedule
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * PART, 32])
@@ -281,7 +281,7 @@ def _multiply_fast(
         ahead = gl.minimum(tile + programs, last)
         if BIAS:
             sums = _add_bias(sums, scales, group, column, steps, N)
-        else:  # the next tile's place arrives while this one is stored; with a bias it would spill
+        else:  # find the next tile while storing this tile; with a bias, registers would spill
             following = _find(ahead, schedule, plan_ptr, BAND, GROUPS)
         _store(sums, y_desc, y_ptr, y_tile, y_row + below, column, left - below, N, GROUPS)
         if BIAS:
@@ -291,11 +291,11 @@ def _multiply_fast(
 
 
 @gluon.jit
-def _multiply_parts(  # noqa: PLR0915
+def _multiply_quarters(  # noqa: PLR0915
     arguments, number: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, BIAS: gl.constexpr, BLOCK: gl.constexpr, B_BY_ROW: gl.constexpr,
 ):  # fmt: skip
-    """A group of warps, 64 x 128 at a time."""
+    """Run a group of warps that multiplies a quarter, 64 x 128, at a time."""
     (
         a_tiles, b_tiles, y_tiles, b_scales, full, empty, schedule, plan_ptr, y_desc, y_ptr, scales,
     ) = arguments  # fmt: skip
@@ -304,7 +304,7 @@ def _multiply_parts(  # noqa: PLR0915
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
     rows = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, PART, gl.BlockedLayout([1], [32], [4], [0]))
-    # Of its two quarters, which are below each other or side by side.
+    # Where its two quarters are: below each other or side by side.
     row0: gl.constexpr = 0 if B_BY_ROW else HALF * number
     row1: gl.constexpr = HALF if B_BY_ROW else HALF * number
     column0: gl.constexpr = PART * number if B_BY_ROW else 0
@@ -316,13 +316,13 @@ def _multiply_parts(  # noqa: PLR0915
         gl.minimum(first_tile, last), schedule, plan_ptr, BAND, GROUPS
     )
     for tile in range(first_tile, tiles_m * tiles_n, programs):
-        if GROUPS == DENSE:  # nothing to read, and fewer values from tile to tile
+        if GROUPS == DENSE:  # nothing is read, and the loop carries fewer values
             group, row, first, _b_row, _b_column, steps, left, column = _find(
                 tile, schedule, plan_ptr, BAND, GROUPS
             )
         sums0 = gl.zeros([HALF, PART], gl.float32, LAYOUT)
         sums1 = gl.zeros([HALF, PART], gl.float32, LAYOUT)
-        # The last of a group without steps may be beyond all scales: it reads the one before.
+        # A group without steps may begin after all scales: then it reads the scale before.
         begin = gl.maximum(gl.minimum(first, first + steps - 1), 0)
         if BLOCK:
             a_scales = a_scale_ptr + begin * a_step
@@ -345,7 +345,7 @@ def _multiply_parts(  # noqa: PLR0915
             scale1 = 0.0
             b_scale = 0.0
             if BLOCK:
-                # The next step's arrive while the tensor cores work; the last ones are unused.
+                # The next scales arrive while the tensor cores work; the last loads are unused.
                 ahead = gl.minimum(step + 1, steps - 1)
                 b_scale = next_b0
                 if B_BY_ROW:
@@ -360,19 +360,19 @@ def _multiply_parts(  # noqa: PLR0915
                 next_b0 = gl.load(b_scales_ptr + (ahead * b_step + b0))
             mbarrier.wait(full.index(stage), (count // STAGES) & 1)
             a, b = a_tiles.index(stage), b_tiles.index(stage)
-            partial = _product(a, b, partial, 0, number, B_BY_ROW)
+            partial = _multiply_quarter(a, b, partial, 0, number, B_BY_ROW)
             if B_BY_ROW:
                 b_scales.index(number).store(b_scale)
                 b_scale = b_scales.index(number).load(gl.SliceLayout(0, LAYOUT))
             partial = warpgroup_mma_wait(0, (partial,))
             sums0 = _add_part(sums0, partial, scale0, b_scale, B_BY_ROW, BLOCK)
-            partial = _product(a, b, partial, 1, number, B_BY_ROW)
+            partial = _multiply_quarter(a, b, partial, 1, number, B_BY_ROW)
             partial = warpgroup_mma_wait(0, (partial,))
-            # Always true. Triton forgets what is carried from tile to tile if it is a bound alone.
+            # Always true: Triton 3.6 would drop ``steps``, which tiles carry, were it only a bound.
             mbarrier.arrive(empty.index(stage), count=1, pred=step < steps)
             sums1 = _add_part(sums1, partial, scale1, b_scale, B_BY_ROW, BLOCK)
             count += 1
-        if GROUPS != DENSE:  # the next tile's place arrives while this one is stored
+        if GROUPS != DENSE:  # find the next tile while storing this tile
             following = _find(gl.minimum(tile + programs, last), schedule, plan_ptr, BAND, GROUPS)
         if not BLOCK:
             sums0 = _scale(sums0, scales, group, row + row0, column + column0, M, N)
@@ -381,7 +381,7 @@ def _multiply_parts(  # noqa: PLR0915
             sums0 = _add_bias(sums0, scales, group, column + column0, steps, N)
             sums1 = _add_bias(sums1, scales, group, column + column1, steps, N)
         y_tile = y_tiles.index(number)
-        # Not carried along, for want of registers.
+        # This is computed here, since carrying it along takes too many registers.
         y_row = group * M + row if GROUPS == GROUPED_SUMS else row
         _store(sums0, y_desc, y_ptr, y_tile, y_row + row0, column + column0, left - row0, N, GROUPS)
         _store(sums1, y_desc, y_ptr, y_tile, y_row + row1, column + column1, left - row1, N, GROUPS)
@@ -399,7 +399,7 @@ def _multiply_tiles_kernel(
     a_scale_ptr,  # fp32: by group and row; with BLOCK [M, ceil K / 128] with stride (1, a_step)
     b_scale_ptr,  # fp32: by group and row, and with BLOCK by step
     bias_ptr,  # [E, N], if BIAS
-    plan_ptr,  # [E + 1 + tiles, 4] int32, see grouped_gemm.py; unless DENSE
+    plan_ptr,  # [E + 1 + tiles, 4] int32, see grouped_cast.py; None if DENSE
     M, N, K, E, b_rows, b_columns,
     a_stride, a_row_stride, a_step, b_stride, b_row_stride, b_step,
     MODE: gl.constexpr, GROUPS: gl.constexpr, BIAS: gl.constexpr, BAND: gl.constexpr,
@@ -447,8 +447,8 @@ def _multiply_tiles_kernel(
         BLOCK: gl.constexpr = MODE != "precise"
         BY_ROW: gl.constexpr = MODE == "rows"
         gl.warp_specialize([
-            (_multiply_parts, (sums, 0, BAND, STAGES, GROUPS, BIAS, BLOCK, BY_ROW)),
-            (_multiply_parts, (sums, 1, BAND, STAGES, GROUPS, BIAS, BLOCK, BY_ROW)),
+            (_multiply_quarters, (sums, 0, BAND, STAGES, GROUPS, BIAS, BLOCK, BY_ROW)),
+            (_multiply_quarters, (sums, 1, BAND, STAGES, GROUPS, BIAS, BLOCK, BY_ROW)),
             (_load_tiles, (loads, BAND, STAGES, GROUPS)),
         ], [4, 1], REGISTERS)  # fmt: skip
 
@@ -463,31 +463,31 @@ def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 def multiply_tiles(
     mode: str, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
     y: Tensor, *, groups: int = 0, plan: Tensor | None = None, E: int = 1,
-    b_place: tuple[int, int] = (0, 0), config: Config | None = None,
+    b_offset: tuple[int, int] = (0, 0), config: Config | None = None,
 ) -> Tensor:  # fmt: skip
     """Launch the kernel, which writes ``y``.
 
     Args:
-        mode: see above.
+        mode: one of those above.
         a: ``[M, K]``, contiguous and aligned.
-        a_scale: by group, row and step, where there are several; so is ``b_scale``.
+        a_scale: ``[groups, rows, steps]``, or without the first of these; so is ``b_scale``.
         b: ``[N, K]``, of all groups below each other or side by side; contiguous and aligned.
         bias: ``[E, N]``.
         groups: ``DENSE``, ``GROUPED_ROWS`` or ``GROUPED_SUMS``.
-        b_place: rows, and columns, from the matrix of one group to the next's.
-        config: in place of the one in the table.
+        b_offset: rows, and columns, from one group's matrix to the next group's.
+        config: replaces the config in the table.
     """
     config = config or CONFIGS[mode, y.element_size()]
     (M, K), N = a.shape, y.shape[-1]
-    down = E * ceil_div(M, _ROWS)
+    tiles_m = E * ceil_div(M, _ROWS)
     if plan is not None and groups == GROUPED_ROWS.value:
-        down = plan.shape[0] - E - 1
-    programs = min(multiprocessors(a.device), down * ceil_div(N, _COLUMNS))
+        tiles_m = plan.shape[0] - E - 1
+    programs = min(multiprocessors(a.device), tiles_m * ceil_div(N, _COLUMNS))
     a_stride, a_row, a_step, b_stride, b_row, b_step = *_strides(a_scale), *_strides(b_scale)
     _multiply_tiles_kernel[(programs,)](
         _descriptor(a, _ROWS, 128), _descriptor(b, _COLUMNS, 128),
         _descriptor(y.view(-1, N), 64, 256 if mode == "fast" else 128), y,
-        a_scale, b_scale, bias, plan, M, N, K, E, *b_place,
+        a_scale, b_scale, bias, plan, M, N, K, E, *b_offset,
         a_stride, a_row, a_step, b_stride, b_row, b_step,
         MODE=mode, GROUPS=groups, BIAS=bias is not None, BAND=config.band,
         STAGES=config.stages, CONSUMER_REGISTERS=config.registers[0],
@@ -497,7 +497,7 @@ def multiply_tiles(
 
 
 def _strides(scale: Tensor) -> tuple[int, int, int]:
-    """From group to group, row to row, step to step; 0 where there is one."""
+    """Return the strides of groups, rows and steps; 0 for a dimension of size 1."""
     sizes = zip(scale.shape, scale.stride(), strict=True)
     strides = (stride if size > 1 else 0 for size, stride in sizes)
     return (*[0] * (3 - scale.ndim), *strides)  # type: ignore[return-value]

@@ -1,6 +1,6 @@
 """Count and sum what a cast did to the values of a matrix, in one read.  M rows, K columns.
 
-Each program writes a row of its own, so that no sum depends on the order in which programs end.
+Each program writes its own row, so that no sum depends on the order in which programs finish.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def _measure_cast_kernel(
     outside = tl.zeros([], tl.int64)
     tiles = tl.cdiv(M, TILE_M) * tl.cdiv(K, TILE_K)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        tile_m, tile_k, rows, columns = _common.place_of(K, TILE_M, TILE_K, tile)
+        tile_m, tile_k, rows, columns = _common.tile_indices(K, TILE_M, TILE_K, tile)
         x = _common.load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk).to(WIDE)
         q = _common.load_tile(q_ptr, rows, columns, M, K, stride_qm, stride_qk)
         data = tl.reshape(q.to(tl.uint8, bitcast=True).to(tl.int32), [TILE_M * TILE_K])
         counts += tl.histogram(data, 256)
         inside = tl.minimum(M - tile_m * TILE_M, TILE_M) * tl.minimum(K - tile_k * TILE_K, TILE_K)
         outside += TILE_M * TILE_K - inside
-        # Beyond the edge the last block's scale is taken, which changes no extreme.
+        # Indices past the edge read the scale of the last block, which changes no extreme.
         m = _common.block_index(tile_m * TILE_M, rows, BM, TILE_M)
         k = _common.block_index(tile_k * TILE_K, columns, BK, TILE_K)
         m, k = tl.minimum(m, scale_rows - 1), tl.minimum(k, scale_columns - 1)
@@ -70,8 +70,8 @@ def _measure_cast_kernel(
         signal += size.to(tl.float64) * size.to(tl.float64)
         noise += error.to(tl.float64) * error.to(tl.float64)
     row_ptr += tl.program_id(0) * (SUMS + 3)
-    # Triton 3.6 reorders what a histogram reads, and its mask in another way: so zeros that fill up
-    # a tile are counted, and subtracted.
+    # Triton 3.6 reorders the values of a histogram in another way than its mask. So the histogram
+    # has no mask, and the zeros that fill up a tile are subtracted.
     byte = tl.arange(0, 256)
     tl.store(row_ptr + byte, counts - tl.where(byte == 0, outside, 0))
     sums = (nonzero, finite, infinite, signal, noise)

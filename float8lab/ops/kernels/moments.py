@@ -1,6 +1,6 @@
 """Moments of an optimizer on the GPU, as ``reference.quantize_moment_`` defines them.
 
-M rows, K columns of a moment. A program has whole blocks of 128 columns.
+M rows, K columns of a moment. A program has complete blocks of 128 columns.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def _round_stochastically(x, DROPPED: tl.constexpr, seed, place):
 
 
 @triton.jit
-def _place_of_tile(K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
-    """Rows and columns of a program, and its block in a row."""
+def _tile_indices(K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
+    """Return the rows and columns of a program, and its block in a row."""
     tiles_k = tl.cdiv(K, TILE_K)
     tile_k = tl.program_id(0) % tiles_k
     rows = (tl.program_id(0) // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
@@ -42,11 +42,11 @@ def _quantize_moment_kernel(
     data_ptr,  # [M, K] uint8
     scale_ptr,  # [M, tiles of K] uint8
     M, K, stride_xm, stride_xk,
-    step,  # float32, whose value is no part of what a launch is remembered by
+    step,  # float32, whose value is not in the key of a remembered launch
     SQUARE: tl.constexpr, LIMIT: tl.constexpr, DROPPED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    rows, columns, tile_k = _place_of_tile(K, TILE_M, TILE_K)
+    rows, columns, tile_k = _tile_indices(K, TILE_M, TILE_K)
     x = _common.load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk)
     if SQUARE:
         x = tl.sqrt_rn(x)
@@ -64,8 +64,8 @@ def _quantize_moment_kernel(
     q = q | ((x.to(tl.int32, bitcast=True) >> 24) & (255 - LIMIT))
     _common.store_tile(data_ptr, q.to(tl.uint8), rows, columns, M, K)
     exponent = tl.where(amax < 0x7F800000, exponent, 255)
-    places = scale_ptr + rows * tl.cdiv(K, TILE_K) + tile_k
-    tl.store(places, exponent.to(tl.uint8), mask=rows < M)
+    scale_ptrs = scale_ptr + rows * tl.cdiv(K, TILE_K) + tile_k
+    tl.store(scale_ptrs, exponent.to(tl.uint8), mask=rows < M)
 
 
 @_common.on_device_of_first
@@ -88,7 +88,7 @@ def _dequantize_moment_kernel(
     M, K,
     SQUARE: tl.constexpr, LIMIT: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    rows, columns, tile_k = _place_of_tile(K, TILE_M, TILE_K)
+    rows, columns, tile_k = _tile_indices(K, TILE_M, TILE_K)
     q = _common.load_tile(data_ptr, rows, columns, M, K, K, 1).to(tl.int32)
     exponent = tl.load(scale_ptr + rows * tl.cdiv(K, TILE_K) + tile_k, mask=rows < M, other=0)
     bits = tl.where(exponent == 255, 0x7FC00000, exponent.to(tl.int32) << 23)

@@ -22,10 +22,10 @@ from float8lab.ops.reference import as_matrix
 from float8lab.ops.reference.norm import empty_stats
 
 _ROW_CHUNK = 8192
-"""A row up to this long stays in registers."""
+"""A row of up to this many columns stays in registers."""
 
 _BACKWARD_PROGRAMS = 528
-"""Partial sums over rows: four programs per multiprocessor of an H200."""
+"""The most programs, and so partial sums over rows: four per multiprocessor of an H200."""
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _squared_deviation(x, mean, columns, K, CENTER: tl.constexpr):
 
 @triton.jit
 def _block_of(indices, size, SIZE: tl.constexpr):
-    """The block that each index falls in; past the edge, the last one."""
+    """Return the block of each index; an index past the edge gets the last block."""
     return tl.zeros([1], tl.int64) if SIZE == 0 else tl.minimum(indices, size - 1) // SIZE
 
 
@@ -51,7 +51,7 @@ def _load_values(
     x_ptr, scale_ptr, M, K, stride_xm, stride_xk, stride_sm, stride_sk, rows, columns,
     SCALED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Tile of the input in float32; if it is SCALED, what dequantizing to DTYPE would give."""
+    """Load a tile of the input as float32; a SCALED input is dequantized to DTYPE first."""
     x = _common.load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk).to(tl.float32)
     if SCALED:
         m, k = _block_of(rows, M, BM), _block_of(columns, K, BK)
@@ -73,7 +73,7 @@ def _norm_kernel(
     M, K, stride_xm, stride_xk, stride_sm, stride_sk, eps,
     CENTER: tl.constexpr, WRITE: tl.constexpr, AMAX: tl.constexpr, SCALED: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,  # 0 is the whole dimension
-    SINGLE: tl.constexpr,  # a tile holds whole rows
+    SINGLE: tl.constexpr,  # a tile holds complete rows
     DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
@@ -124,7 +124,7 @@ def _norm_kernel(
 
 
 def _has_kernel(x: Tensor, dtype: torch.dtype) -> bool:
-    """Else the reference runs on the GPU as it is: nothing to do, or float64."""
+    """Whether a kernel can do this; the reference handles empty inputs and float64."""
     return bool(x.numel()) and torch.float64 not in (x.dtype, dtype)
 
 
@@ -164,7 +164,7 @@ def _norm_backward_kernel(
     weight_ptr,  # [K] any float
     mean_ptr,  # [M] fp32
     rstd_ptr,  # [M] fp32
-    dx_ptr,  # [M, K] the dtype of x, which FP8 stands for
+    dx_ptr,  # [M, K] in the dtype of x, or the dtype that an FP8 x pretends to be
     dweight_ptr,  # [programs, K] fp32
     dbias_ptr,  # [programs, K] fp32
     M, K, stride_dym, stride_dyk, stride_xm, stride_xk, stride_sm, stride_sk,
@@ -195,8 +195,8 @@ def _norm_backward_kernel(
         xhat = x * rstd
         dweight += g * xhat
         g = g * weight
-        along = tl.div_rn(tl.sum(g * xhat, 0), size)
-        dx = g - xhat * along
+        projection = tl.div_rn(tl.sum(g * xhat, 0), size)
+        dx = g - xhat * projection
         if CENTER:
             dx = dx - tl.div_rn(tl.sum(g, 0), size)
         tl.store(dx_ptr + row * K + columns, (dx * rstd).to(dx_ptr.dtype.element_ty), mask=mask)

@@ -1,12 +1,12 @@
-"""A paged cache.  B sequences, H heads, G key/value heads, S queries of each.
+"""Attention with a paged cache.  B sequences, H heads, G key/value heads, S queries of each.
 
 Attention of a few queries takes the time of reading the cache once, so its keys are split among
-programs: each takes a part of one sequence's keys and one key/value head, with all queries that
-share that head, and writes a partial output in float32 with the largest score and the sum of
-exponentials. A second kernel merges the parts. One kernel casts keys, or values, and writes them.
+programs. A program takes a split of one sequence's keys and one key/value head, with all queries
+that share this head, and writes a partial output in float32, the largest score and the sum of
+exponentials. A second kernel merges the splits. A third kernel casts keys or values to the cache.
 
-Sizes and places that change from step to step are read from memory, so that a CUDA graph of a step
-serves all later ones.
+Sizes and positions that change from step to step are read from memory, so that a CUDA graph of one
+step serves all later steps.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._common import INTERPRETED
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.paged_attention import has_paged_attention
-from float8lab.ops.reference import paged_attention as plain
+from float8lab.ops.reference import paged_attention as reference
 from float8lab.ops.reference.attention import empty_by_token
 
-_MOST_PARTS = 64
+_MOST_SPLITS = 64
 _LEAST_KEYS = 256
-"""Keys of a part, at least, when a cache is full."""
+"""The fewest keys of a split when a cache is full."""
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 _KEYS, _KEYS_OF_WIDE_VECTORS = 64, 32
-"""Keys of a tile; vectors are wide beyond 256 bytes in the dtype of queries."""
+"""Keys of a tile; wide vectors have more than 256 bytes in the dtype of queries."""
 _WARPS, _WARPS_IN_FP8, _STAGES = 4, 2, 3
 _UNLIMITED = 2**30
-"""Positions between a query and the keys that it sees, where a window has no end."""
+"""The positions that a query sees on one side, where a window has no limit there."""
 _PAIRS_TO_FLOAT16 = """{ .reg .b32 word; .reg .b16 even, odd;
     prmt.b32 word, $2, 0, 0x3120;
     mov.b32 {even, odd}, word;
@@ -42,14 +42,14 @@ PAIRS_OF_E4M3 = tl.constexpr(_PAIRS_TO_FLOAT16.replace("FORMAT", "e4m3"))
 PAIRS_OF_E5M2 = tl.constexpr(_PAIRS_TO_FLOAT16.replace("FORMAT", "e5m2"))
 LOG2_E = tl.constexpr(1.4426950408889634)
 F16_RANGE = tl.constexpr(2.0**15)
-"""What the largest value of a row becomes in float16, whose normal numbers end 2 ** 29 below."""
+"""The largest value of a scaled row in float16, whose normal numbers reach 2 ** 29 below it."""
 
 
 @triton.jit
 def _load_vectors(x_ptr, vectors, inside, D: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr):
-    """Cached vectors; of FP8 the even and the odd elements, as float16."""
-    # The tensor cores want keys, not elements, side by side for the second GEMM. The instruction
-    # that does so moves two bytes at a time, so FP8 elements stay in pairs until they are widened.
+    """Load cached vectors; even and odd elements of FP8 vectors come separately, as float16."""
+    # For the second GEMM, the tensor cores need keys, not elements, as neighbours. The instruction
+    # that transposes moves two bytes at once, so FP8 elements stay paired until they are widened.
     PER_WORD: tl.constexpr = 1 if FP8 is None else 2
     columns = tl.arange(0, TILE // PER_WORD)
     mask = inside[:, None] & (columns < D // PER_WORD)[None, :]
@@ -68,12 +68,12 @@ def _load_vectors(x_ptr, vectors, inside, D: tl.constexpr, TILE: tl.constexpr, F
 
 @triton.jit
 def _scaled_queries(q, factor, FP8: tl.constexpr):
-    """Queries as the cache's tiles are, and what to multiply their scores by."""
+    """Return queries in the form of the cache's tiles, and the factors of their scores."""
     factors = tl.full([q.shape[0]], factor, tl.float32)
     odd = q
     if FP8 is not None:
-        # To bfloat16 FP8 takes four times as many instructions as to float16, for whose range
-        # queries and probabilities are scaled.
+        # Converting FP8 to bfloat16 takes four times as many instructions as to float16, so queries
+        # and probabilities are scaled to the range of float16.
         wide = q.to(tl.float32)
         size = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)
         wide *= (1.0 / size * F16_RANGE)[:, None]
@@ -91,19 +91,19 @@ def _attend_kernel(  # noqa: PLR0915
     v_scale_ptr,
     table_ptr,  # [rows, n] int32
     sequences_ptr,  # [3, B] int32
-    out_ptr,  # [B, H, S, PARTS, DV] fp32
-    statistics_ptr,  # [2, B, H, S, PARTS] fp32: the largest score, the sum of exponentials
-    H, G, S, P, QUERIES, PARTS, table_stride, sequences_stride, stride_qb, stride_qh, stride_qs,
+    out_ptr,  # [B, H, S, SPLITS, DV] fp32
+    statistics_ptr,  # [2, B, H, S, SPLITS] fp32: the largest score, the sum of exponentials
+    H, G, S, P, QUERIES, SPLITS, table_stride, sequences_stride, stride_qb, stride_qh, stride_qs,
     left, right, scale,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     D_TILE: tl.constexpr, DV_TILE: tl.constexpr,
-    WHOLE_TILES: tl.constexpr,  # none is in two pages
+    TILES_IN_PAGES: tl.constexpr,  # no tile is in two pages
     FP8: tl.constexpr,
 ):  # fmt: skip
-    batch, kv_head, part = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
+    batch, kv_head, split = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
     sequence = tl.load(sequences_ptr + batch)
-    before = tl.load(sequences_ptr + sequences_stride + batch)
-    length = before + tl.load(sequences_ptr + 2 * sequences_stride + batch)
+    cached = tl.load(sequences_ptr + sequences_stride + batch)
+    length = cached + tl.load(sequences_ptr + 2 * sequences_stride + batch)
 
     rows = tl.arange(0, ROWS)
     is_row = rows < (H // G) * S
@@ -114,24 +114,24 @@ def _attend_kernel(  # noqa: PLR0915
     q = tl.load(q_ptrs, mask=is_row[:, None] & (columns < D)[None, :], other=0.0)
     q, q_odd, factors = _scaled_queries(q, tl.cast(scale, tl.float32) * LOG2_E, FP8)
 
-    first = tl.maximum(before - left, 0) // KEYS * KEYS
-    tiles = tl.cdiv(tl.cdiv(length - first, KEYS), PARTS)
-    first += part * tiles * KEYS
+    first = tl.maximum(cached - left, 0) // KEYS * KEYS
+    tiles = tl.cdiv(tl.cdiv(length - first, KEYS), SPLITS)
+    first += split * tiles * KEYS
     end = tl.minimum(first + tiles * KEYS, length)
-    # The keys that a query sees; one behind the end sees none.
-    lowest = before + query - left
-    highest = tl.minimum(before + query + right + 1, tl.where(before + query < length, end, 0))
+    # The keys that a query sees; a query after the end of its sequence sees none.
+    lowest = cached + query - left
+    highest = tl.minimum(cached + query + right + 1, tl.where(cached + query < length, end, 0))
 
     largest = tl.full([ROWS], -float("inf"), tl.float32)
-    exp_sum = tl.zeros([ROWS, KEYS], tl.float32)  # Each place has one: warps need not meet.
+    exp_sum = tl.zeros([ROWS, KEYS], tl.float32)  # a sum for each key: warps need no barrier
     out = tl.zeros([ROWS, DV_TILE if FP8 is None else DV_TILE // 2], tl.float32)
     out_odd = out
-    top = 1e-30  # the largest scale of values yet
+    scale_max = 1e-30  # the largest scale of values so far
     table_ptr += sequence.to(tl.int64) * table_stride
     in_tile = tl.arange(0, KEYS)
-    # Keys whose pages are looked up: one for a tile inside a page. Those of the next tile are read
-    # while this one is computed, so that nothing waits for them.
-    looked_up = tl.zeros([1], tl.int32) if WHOLE_TILES else in_tile
+    # Keys whose pages are looked up: a single key if a tile is inside a page. The pages of the next
+    # tile are loaded while this tile is computed, so that nothing waits for them.
+    looked_up = tl.zeros([1], tl.int32) if TILES_IN_PAGES else in_tile
     page = tl.load(table_ptr + (first + looked_up) // P, mask=first + looked_up < end, other=0)
     for tile in range(first, end, KEYS):
         keys = tile + in_tile
@@ -148,27 +148,27 @@ def _attend_kernel(  # noqa: PLR0915
         s *= factors[:, None]
         seen = (keys[None, :] >= lowest[:, None]) & (keys[None, :] < highest[:, None])
         s = tl.where(seen, s, -float("inf"))
-        new = tl.maximum(largest, tl.max(s, 1))
-        shift = tl.where(new == -float("inf"), 0.0, new)
+        new_largest = tl.maximum(largest, tl.max(s, 1))
+        shift = tl.where(new_largest == -float("inf"), 0.0, new_largest)
         p = tl.exp2(s - shift[:, None])
         rescale = tl.exp2(largest - shift)
         exp_sum = exp_sum * rescale[:, None] + p
-        largest = new
+        largest = new_largest
         v, v_odd = _load_vectors(v_ptr, vectors, inside, DV, DV_TILE, FP8)
         if FP8 is not None:
             v_scale = tl.load(v_scale_ptr + vectors, mask=inside, other=0.0)
-            new_top = tl.maximum(top, tl.max(v_scale, 0))
-            p *= (v_scale * (F16_RANGE / new_top))[None, :]
-            rescale *= top / new_top
-            top = new_top
+            new_scale_max = tl.maximum(scale_max, tl.max(v_scale, 0))
+            p *= (v_scale * (F16_RANGE / new_scale_max))[None, :]
+            rescale *= scale_max / new_scale_max
+            scale_max = new_scale_max
             out_odd = tl.dot(p.to(v.dtype), v_odd, out_odd * rescale[:, None])
         out = tl.dot(p.to(v.dtype), v, out * rescale[:, None], input_precision="ieee")
     if FP8 is not None:
-        out = tl.interleave(out, out_odd) * (top / F16_RANGE)
+        out = tl.interleave(out, out_odd) * (scale_max / F16_RANGE)
 
-    row = (tl.program_id(0).to(tl.int64) * (H // G) * S + rows) * PARTS + part
+    row = (tl.program_id(0).to(tl.int64) * (H // G) * S + rows) * SPLITS + split
     tl.store(statistics_ptr + row, largest, mask=is_row)
-    tl.store(statistics_ptr + QUERIES * PARTS + row, tl.sum(exp_sum, 1), mask=is_row)
+    tl.store(statistics_ptr + QUERIES * SPLITS + row, tl.sum(exp_sum, 1), mask=is_row)
     columns = tl.arange(0, DV_TILE)
     mask = is_row[:, None] & (columns < DV)[None, :]
     tl.store(out_ptr + row[:, None] * DV + columns[None, :], out, mask=mask)
@@ -176,23 +176,23 @@ def _attend_kernel(  # noqa: PLR0915
 
 @launched
 def _merge_kernel(
-    part_ptr,  # [B, H, S, PARTS, DV] fp32
-    statistics_ptr,  # [2, B, H, S, PARTS] fp32
+    partial_ptr,  # [B, H, S, SPLITS, DV] fp32
+    statistics_ptr,  # [2, B, H, S, SPLITS] fp32
     out_ptr,  # [B, H, S, DV]
-    QUERIES, H, S, DV, PARTS, stride_ob, stride_oh, stride_os,
-    PARTS_TILE: tl.constexpr, DV_TILE: tl.constexpr,
+    QUERIES, H, S, DV, SPLITS, stride_ob, stride_oh, stride_os,
+    SPLITS_TILE: tl.constexpr, DV_TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch, head, query = row // (H * S), row // S % H, row % S
-    parts, columns = tl.arange(0, PARTS_TILE), tl.arange(0, DV_TILE)
-    row = row * PARTS + parts
-    is_part = parts < PARTS
-    largest = tl.load(statistics_ptr + row, mask=is_part, other=-float("inf"))
-    exp_sum = tl.load(statistics_ptr + QUERIES * PARTS + row, mask=is_part, other=0.0)
-    top = tl.max(largest, 0)
-    weight = tl.exp2(largest - tl.where(top == -float("inf"), 0.0, top))
-    mask = is_part[:, None] & (columns < DV)[None, :]
-    out = tl.load(part_ptr + row[:, None] * DV + columns[None, :], mask=mask, other=0.0)
+    splits, columns = tl.arange(0, SPLITS_TILE), tl.arange(0, DV_TILE)
+    row = row * SPLITS + splits
+    is_split = splits < SPLITS
+    largest = tl.load(statistics_ptr + row, mask=is_split, other=-float("inf"))
+    exp_sum = tl.load(statistics_ptr + QUERIES * SPLITS + row, mask=is_split, other=0.0)
+    row_max = tl.max(largest, 0)
+    weight = tl.exp2(largest - tl.where(row_max == -float("inf"), 0.0, row_max))
+    mask = is_split[:, None] & (columns < DV)[None, :]
+    out = tl.load(partial_ptr + row[:, None] * DV + columns[None, :], mask=mask, other=0.0)
     sums = tl.sum(weight * exp_sum, 0)
     out = tl.sum(out * weight[:, None], 0) / tl.where(sums == 0.0, 1.0, sums)
     out_ptr += batch * stride_ob + head * stride_oh + query * stride_os
@@ -209,34 +209,34 @@ def paged_attention(
     fp8 = _common.TRITON_DTYPES[k.dtype] if k.element_size() == 1 else None
     is_in_pairs = fp8 is None or (D % 2 == 0 and DV % 2 == 0)
     if not (has_paged_attention(rows, D, DV) and is_in_pairs) or q.dtype == torch.float64:
-        return plain.paged_attention(
+        return reference.paged_attention(
             q, k, v, k_scale, v_scale, table, sequences, left, right, scale
         )
     out = empty_by_token(q, (B, H, S, DV), q.dtype)
     if out.numel() == 0:
         return out
     programs = _PROGRAMS_PER_MULTIPROCESSOR * _common.multiprocessors(q.device)
-    most_parts = min(_MOST_PARTS, _common.ceil_div(table.shape[1] * P, _LEAST_KEYS))
-    parts = max(1, min(most_parts, _common.ceil_div(programs, B * G)))
-    partial = torch.empty((B, H, S, parts, DV), dtype=torch.float32, device=q.device)
-    statistics = torch.empty((2, B, H, S, parts), dtype=torch.float32, device=q.device)
+    most_splits = min(_MOST_SPLITS, _common.ceil_div(table.shape[1] * P, _LEAST_KEYS))
+    splits = max(1, min(most_splits, _common.ceil_div(programs, B * G)))
+    partial = torch.empty((B, H, S, splits, DV), dtype=torch.float32, device=q.device)
+    statistics = torch.empty((2, B, H, S, splits), dtype=torch.float32, device=q.device)
     if fp8 is not None:
         k, v = k.view(torch.int16), v.view(torch.int16)
     if q.stride(3) != 1:
         q = q.contiguous()
     d_tile, dv_tile = (max(32, _common.next_power_of_2(size)) for size in (D, DV))
     keys = _KEYS_OF_WIDE_VECTORS if max(d_tile, dv_tile) * q.element_size() > 256 else _KEYS
-    _attend_kernel[(B * G, parts)](
+    _attend_kernel[(B * G, splits)](
         q, k, v, k_scale, v_scale, table, sequences, partial, statistics, H, G, S, P, B * H * S,
-        parts, table.stride(0), sequences.stride(0), *q.stride()[:3],
+        splits, table.stride(0), sequences.stride(0), *q.stride()[:3],
         *(_UNLIMITED if end < 0 else end for end in (left, right)), scale,
         D=D, DV=DV, ROWS=max(16, _common.next_power_of_2(rows)), KEYS=keys, D_TILE=d_tile,
-        DV_TILE=dv_tile, WHOLE_TILES=P % keys == 0, FP8=fp8, num_stages=_STAGES,
+        DV_TILE=dv_tile, TILES_IN_PAGES=P % keys == 0, FP8=fp8, num_stages=_STAGES,
         num_warps=_WARPS if fp8 is None or rows > 16 else _WARPS_IN_FP8,
     )  # fmt: skip
     _merge_kernel[(B * H * S,)](
-        partial, statistics, out, B * H * S, H, S, DV, parts, *out.stride()[:3],
-        PARTS_TILE=_common.next_power_of_2(parts), DV_TILE=dv_tile, num_warps=4,
+        partial, statistics, out, B * H * S, H, S, DV, splits, *out.stride()[:3],
+        SPLITS_TILE=_common.next_power_of_2(splits), DV_TILE=dv_tile, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -246,7 +246,7 @@ def _write_kernel(
     x_ptr,  # [B, G, S, D]
     data_ptr,  # [pages, G, P, D]
     scale_ptr,  # [pages, G, P] fp32, None without FP8
-    tokens_ptr,  # [4, T] int64: row and position in the call, page, position there
+    tokens_ptr,  # [4, T] int64: batch and position in x, page and position in the page
     T, G, P, D, stride_b, stride_g, stride_s, stride_d,
     LIMIT: tl.constexpr, HEADS: tl.constexpr, D_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -274,7 +274,7 @@ def write_pages_(x: Tensor, data: Tensor, scale: Tensor | None, tokens: Tensor) 
     d_tile = _common.next_power_of_2(D)
     heads = max(1, min(_common.next_power_of_2(G), 4096 // d_tile))
     if x.dtype == torch.float64:
-        plain.write_pages_(x, data, scale, tokens)
+        reference.write_pages_(x, data, scale, tokens)
     elif T:
         _write_kernel[(T, _common.ceil_div(G, heads))](
             x, data, scale, tokens, T, G, P, D, *x.stride(),

@@ -1,9 +1,9 @@
-"""Rows that move to where a map says, and back, on the GPU.
+"""Move rows to where a map says, and back, on the GPU.
 
 T tokens, S places that a token may go to, R rows that tokens go to, H features, B blocks of a row.
 
-A program takes one token through its places in turn: of the S numbers in its row of the map, few
-lead anywhere. The numbers and their places are kept as keys, of which the smallest is next.
+A program takes one token through its places, one after the other. Few of the S numbers in a token's
+row of the map lead to a row, so numbers and places form keys: the smallest key is the next place.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import permute as reference
 
 _TILE = Tile(rows=1, columns=4096, warps=4)
-"""The most of a row that a program has at once: columns in bytes, 16 or 32 for a thread."""
+"""The most of a row that a program holds: columns are bytes, 16 or 32 for each thread."""
 
 _MAP_ELEMENTS = 4096
-"""Numbers that a program has at once, tokens times experts."""
+"""How many numbers a program holds: tokens times experts."""
 
 _LAST = tl.constexpr(2**62)
 
 
-def _part(H: int, x: Tensor) -> dict[str, int]:
-    """How much of a row a program has at once, and its warps, with 16 bytes or more a thread."""
+def _row_tile(H: int, x: Tensor) -> dict[str, int]:
+    """Return how much of a row a program holds, and its warps: 16 or more bytes for each thread."""
     columns = min(next_power_of_2(H), _TILE.columns // x.element_size())
     warps = min(_TILE.warps, max(columns * x.element_size() // 512, 1))
     return {"BLOCK_H": columns, "num_warps": warps}
@@ -41,17 +41,17 @@ def _counts_of(
     map_ptr, tokens, T, S, stride_t, stride_s,
     INDEX: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """How often each expert gets each of some tokens, [TOKENS, EXPERTS]."""
+    """Count how often each expert gets each of some tokens, [TOKENS, EXPERTS]."""
     experts = tl.arange(0, EXPERTS)[None, :]
     if INDEX:
         counts = tl.zeros((TOKENS, EXPERTS), dtype=tl.int32)
         for place in range(S):
-            at = tokens * stride_t + place * stride_s
-            counts += (tl.load(map_ptr + at, mask=tokens < T, other=-1) == experts).to(tl.int32)
+            entry = tokens * stride_t + place * stride_s
+            counts += (tl.load(map_ptr + entry, mask=tokens < T, other=-1) == experts).to(tl.int32)
     else:
         inside = (tokens < T) & (experts < S)
-        goes = tl.load(map_ptr + tokens * stride_t + experts * stride_s, mask=inside, other=0)
-        counts = (goes != 0).to(tl.int32)
+        is_routed = tl.load(map_ptr + tokens * stride_t + experts * stride_s, mask=inside, other=0)
+        counts = (is_routed != 0).to(tl.int32)
     return counts
 
 
@@ -73,9 +73,9 @@ def _count_kernel(
 def _row_map_kernel(
     map_ptr,  # [T, S] any integer
     counts_ptr,  # [E, tiles] int32
-    sums_ptr,  # [E, tiles] int32: the counts up to each
+    sums_ptr,  # [E, tiles] int32: cumulative sums of the counts
     row_map_ptr,  # [T, S + 1] int32
-    ends_ptr,  # [E] int32
+    offs_ptr,  # [E] int32
     T, S, E, tiles, stride_t, stride_s,
     INDEX: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
@@ -83,14 +83,14 @@ def _row_map_kernel(
     tokens = tile.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     experts = tl.arange(0, EXPERTS)[None, :]
     counts = _counts_of(map_ptr, tokens, T, S, stride_t, stride_s, INDEX, TOKENS, EXPERTS)
-    at = experts * tiles + tile
-    begin = tl.load(sums_ptr + at, mask=experts < E) - tl.load(counts_ptr + at, mask=experts < E)
-    offsets = begin + tl.cumsum(counts, 0)  # up to each token
+    pos = experts * tiles + tile
+    begin = tl.load(sums_ptr + pos, mask=experts < E) - tl.load(counts_ptr + pos, mask=experts < E)
+    offsets = begin + tl.cumsum(counts, 0)  # the rows up to and with each token
     if INDEX:
         offsets -= counts
         for place in range(S):
-            of = tokens * stride_t + place * stride_s
-            is_expert = tl.load(map_ptr + of, mask=tokens < T, other=-1) == experts
+            entry = tokens * stride_t + place * stride_s
+            is_expert = tl.load(map_ptr + entry, mask=tokens < T, other=-1) == experts
             offsets += is_expert.to(tl.int32)
             rows = tl.max(tl.where(is_expert & (experts < E), offsets, 0), 1, keep_dims=True) - 1
             tl.store(row_map_ptr + tokens * (S + 1) + place, rows, mask=tokens < T)
@@ -103,7 +103,7 @@ def _row_map_kernel(
     experts = tl.arange(0, EXPERTS)
     inside = (experts < E) & (tile == 0)
     last = tl.load(sums_ptr + experts * tiles + tiles - 1, mask=inside)
-    tl.store(ends_ptr + experts, last, mask=inside)
+    tl.store(offs_ptr + experts, last, mask=inside)
 
 
 @replayed
@@ -131,7 +131,7 @@ def row_map_of(routing_map: Tensor, experts: int = 0) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _keys(map_ptr, token, S, R, BLOCK_S: tl.constexpr):
-    """The places of a token, as keys: place * 2**32 + row, or ``_LAST`` where nothing goes."""
+    """Return a token's places as keys: place * 2**32 + row, or ``_LAST`` without a row."""
     places = tl.arange(0, BLOCK_S)
     rows = tl.load(map_ptr + token * (S + 1) + places, mask=places < S, other=-1)
     keys = (places.to(tl.int64) << 32) | rows.to(tl.int64)
@@ -147,7 +147,7 @@ def _scatter_kernel(
     scale_ptr,  # None or [T, B] fp32
     amax_ptr,  # [T, B] fp32
     y_ptr,  # [R, H]
-    beside_ptr,  # [R]; [T, S] with ``merged_ptr``
+    values_ptr,  # [R]; [T, S] with ``merged_ptr``
     new_scale_ptr,  # [R, B], each column contiguous
     new_amax_ptr,  # [R, B], each column contiguous
     T, S, R, H, B, stride_xt, stride_st, stride_sb, stride_at, stride_ab,
@@ -157,13 +157,13 @@ def _scatter_kernel(
     keys = _keys(map_ptr, token, S, R, BLOCK_S)
     columns, blocks = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_B).to(tl.int64)
     if scale_ptr is not None:
-        at = token * stride_st + blocks * stride_sb
-        scale = tl.load(scale_ptr + at, mask=blocks < B)
+        offsets = token * stride_st + blocks * stride_sb
+        scale = tl.load(scale_ptr + offsets, mask=blocks < B)
         amax = tl.load(amax_ptr + token * stride_at + blocks * stride_ab, mask=blocks < B)
     if merged_ptr is not None:
         places = tl.arange(0, BLOCK_S)
         mask = (places < S) & (keys == _LAST)
-        tl.store(beside_ptr + token * S + places, tl.zeros((BLOCK_S,), tl.float32), mask=mask)
+        tl.store(values_ptr + token * S + places, tl.zeros((BLOCK_S,), tl.float32), mask=mask)
 
     key = tl.min(keys)
     while key != _LAST:
@@ -184,9 +184,9 @@ def _scatter_kernel(
             tl.store(y_ptr + row * H + start + columns, x.to(y_ptr.dtype.element_ty), mask=inside)
         if merged_ptr is not None:
             dot = tl.sum(row_sum)
-            tl.store(beside_ptr + token * S + place, dot.to(beside_ptr.dtype.element_ty))
+            tl.store(values_ptr + token * S + place, dot.to(values_ptr.dtype.element_ty))
         elif probs_ptr is not None:
-            tl.store(beside_ptr + row, prob)
+            tl.store(values_ptr + row, prob)
         if scale_ptr is not None:
             tl.store(new_scale_ptr + blocks * R + row, scale, mask=blocks < B)
             tl.store(new_amax_ptr + blocks * R + row, amax, mask=blocks < B)
@@ -198,7 +198,7 @@ def _scatter_kernel(
             zero_row = tl.zeros((BLOCK_H,), dtype=y_ptr.dtype.element_ty)
             tl.store(y_ptr + row * H + start + columns, zero_row, mask=start + columns < H)
         if probs_ptr is not None and merged_ptr is None:
-            tl.store(beside_ptr + row, 0.0)
+            tl.store(values_ptr + row, 0.0)
         if scale_ptr is not None:
             zeros = tl.zeros((BLOCK_B,), dtype=tl.float32)
             tl.store(new_scale_ptr + blocks * R + row, zeros + 1, mask=blocks < B)
@@ -230,7 +230,7 @@ def scatter_rows(
         x, row_map.contiguous(), probs if probs is None else probs.contiguous(),
         merged if merged is None else merged.contiguous(), scale, amax,
         y, row_values, new_scale, new_amax, T, S, rows, H, B, x.stride(0), *strides,
-        BLOCK_S=next_power_of_2(S), BLOCK_B=next_power_of_2(B), **_part(H, x),
+        BLOCK_S=next_power_of_2(S), BLOCK_B=next_power_of_2(B), **_row_tile(H, x),
         enable_fp_fusion=False,
     )  # fmt: skip
     return outputs
@@ -241,33 +241,33 @@ def _gather_kernel(
     y_ptr,  # [R, H], columns contiguous
     map_ptr,  # [T, S + 1] int32
     probs_ptr,  # None or [T, S] any float
-    beside_ptr,  # None or [R]
+    values_ptr,  # None or [R]
     scale_ptr,  # None or [R, B] fp32
     x_ptr,  # [T, H]
-    back_ptr,  # [T, S]
+    place_values_ptr,  # [T, S]
     S, R, H, block, stride_yr, stride_sr, stride_sb,
     BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     keys = _keys(map_ptr, token, S, R, BLOCK_S)
-    if beside_ptr is not None:
+    if values_ptr is not None:
         places, first = tl.arange(0, BLOCK_S), tl.program_id(1) == 0
-        back = tl.load(beside_ptr + (keys & 0xFFFFFFFF), mask=first & (keys != _LAST), other=0.0)
-        tl.store(back_ptr + token * S + places, back, mask=first & (places < S))
+        values = tl.load(values_ptr + (keys & 0xFFFFFFFF), mask=first & (keys != _LAST), other=0.0)
+        tl.store(place_values_ptr + token * S + places, values, mask=first & (places < S))
 
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = columns < H
     row_sum = tl.zeros((BLOCK_H,), dtype=tl.float32)
     key = tl.min(keys)
-    at = (key & 0xFFFFFFFF) * stride_yr
-    y = tl.load(y_ptr + at + columns, mask=inside & (key != _LAST), other=0.0)
+    row_offset = (key & 0xFFFFFFFF) * stride_yr
+    y = tl.load(y_ptr + row_offset + columns, mask=inside & (key != _LAST), other=0.0)
     while key != _LAST:
         keys = tl.where(keys == key, _LAST, keys)
-        following = tl.min(keys)
-        at = (following & 0xFFFFFFFF) * stride_yr
-        y_following = tl.load(
-            y_ptr + at + columns, mask=inside & (following != _LAST), other=0.0
-        )  # on its way while this one is added
+        next_key = tl.min(keys)
+        row_offset = (next_key & 0xFFFFFFFF) * stride_yr
+        next_y = tl.load(
+            y_ptr + row_offset + columns, mask=inside & (next_key != _LAST), other=0.0
+        )  # it loads while this row is added
         term = y.to(tl.float32)
         if scale_ptr is not None:
             scales = (key & 0xFFFFFFFF) * stride_sr + columns // block * stride_sb
@@ -275,7 +275,7 @@ def _gather_kernel(
         if probs_ptr is not None:
             term *= tl.load(probs_ptr + token * S + (key >> 32)).to(tl.float32)
         row_sum += term
-        key, y = following, y_following
+        key, y = next_key, next_y
     tl.store(x_ptr + token * H + columns, row_sum.to(x_ptr.dtype.element_ty), mask=inside)
 
 
@@ -288,16 +288,16 @@ def gather_rows(
         return reference.gather_rows(y, row_map, dtype, probs, row_values, scale, block)
     (R, H), T, S = y.shape, row_map.shape[0], row_map.shape[1] - 1
     x = y.new_empty((T, H), dtype=dtype)
-    back = None if row_values is None else row_values.new_empty((T, S))
+    values = None if row_values is None else row_values.new_empty((T, S))
     if T == 0:
-        return x, back
+        return x, values
     if y.stride(1) != 1:
         y = y.contiguous()
-    tile = _part(H, x)
+    tile = _row_tile(H, x)
     _gather_kernel[(T, max(ceil_div(H, tile["BLOCK_H"]), 1))](
         y, row_map.contiguous(), probs if probs is None else probs.contiguous(),
-        row_values if row_values is None else row_values.contiguous(), scale, x, back, S, R, H,
+        row_values if row_values is None else row_values.contiguous(), scale, x, values, S, R, H,
         block, y.stride(0), *((0, 0) if scale is None else scale.stride()),
         BLOCK_S=next_power_of_2(S), **tile, enable_fp_fusion=False,
     )  # fmt: skip
-    return x, back
+    return x, values

@@ -1,8 +1,8 @@
 """Prologues in kernels: a matrix itself, a norm, an activation, or the gradient of one.
 
 M rows, K columns of what is loaded; COLUMNS the same after padding to the alignment. Kernels that
-cast take ``load`` in the place of ``tl.load``. The values are those of
-``ops/reference/prologue.py``; only a sigmoid may differ, in its last bits.
+cast call ``load`` instead of ``tl.load``. The values are those of ``ops/reference/prologue.py``;
+only the last bits of a sigmoid may differ.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.dequantize import dequantize
 from float8lab.ops.reference import ACTIVATIONS, as_matrix, prologue_shape
 
-# Registers decide: a gated activation's gradient reads three tiles.
-_ONE = _common.Tile(rows=64, columns=128, warps=8)
-_ONE_OF_THREE = _common.Tile(rows=32, columns=128, warps=8)
+# Registers limit the tile of a gated activation's gradient, which is computed from three tiles.
+_TILE_OF_PROLOGUE = _common.Tile(rows=64, columns=128, warps=8)
+_TILE_OF_GATED_GRADIENT = _common.Tile(rows=32, columns=128, warps=8)
 WORDS_OF_MATRIX = _common.Tile(rows=128, columns=64, warps=4)
-"""A column of it is 128 bytes of the transpose, a cache line."""
-_WORDS = _common.Tile(rows=128, columns=64, warps=8)
-_WORDS_OF_THREE = _common.Tile(rows=64, columns=64, warps=4)
+"""A column of this tile is 128 bytes of the transpose, a cache line."""
+_WORDS_OF_PROLOGUE = _common.Tile(rows=128, columns=64, warps=8)
+_WORDS_OF_GATED_GRADIENT = _common.Tile(rows=64, columns=64, warps=4)
 AMAX_PROGRAMS = 6 * 132
-"""Partial amaxes: six programs per multiprocessor of an H200, all resident."""
+"""The most partial amaxes: six programs per multiprocessor of an H200, all resident."""
 
 
 Matrix = tuple[str, Sequence[Tensor], torch.dtype]
@@ -41,7 +41,7 @@ Options = tuple[torch.dtype, tuple[int, ...], str, float]
 
 
 class Values(NamedTuple):
-    """The values of a kernel, which ``load`` computes: constants."""
+    """Which values ``load`` computes in a kernel, as constants."""
 
     function: str
     """``""``, ``"permute"``, ``"multiply"``, a norm, or the function of an activation."""
@@ -50,7 +50,7 @@ class Values(NamedTuple):
     halves: bool
     """No tile straddles the halves of a gated activation's gradient."""
     dtype: tl.dtype
-    """That of the matrix itself where there is no prologue."""
+    """The dtype of the values, or of the matrix itself if there is no prologue."""
 
 
 RECIPROCAL = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
@@ -58,7 +58,7 @@ RECIPROCAL = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
 @triton.jit
 def _sigmoid(x):
-    """By the instruction for a reciprocal, with an error of 1 ulp; a division takes a dozen."""
+    """Use the instruction for reciprocals (error 1 ulp); a division takes a dozen instructions."""
     y = tl.exp(-x) + 1.0
     if INTERPRETED:
         y = tl.div_rn(1.0, y)
@@ -71,7 +71,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _inner(x, FUNCTION: tl.constexpr):
-    """``g(x)`` of the functions that are ``x * sigmoid(g(x))``."""
+    """Compute ``g(x)`` for those functions that are ``x * sigmoid(g(x))``."""
     if FUNCTION == "gelu":
         x = x * (x * x * 0.044715 + 1.0) * 1.5957691216057308
     elif FUNCTION == "qgelu":
@@ -117,10 +117,10 @@ def tile_of_program(
     COLUMNS, VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
     FROM_END: tl.constexpr = False, HALVES: tl.constexpr = False,
 ):  # fmt: skip
-    """Row and column of this program's tile, counted in tiles; with HALVES in the first half."""
-    # FROM_END: of what another kernel has just read, the last part is in the cache. The two halves
-    # of a gated activation's gradient read the same inputs: their tiles alternate, so that the
-    # second read finds them in the cache.
+    """Return row and column of this program's tile, in tiles; with HALVES in the first half."""
+    # FROM_END: the cache still holds the end of a matrix that another kernel has just read. The two
+    # halves of a gated activation's gradient are computed from the same inputs: their tiles
+    # alternate, so that the second read finds the inputs in the cache.
     tiles_k = tl.cdiv(COLUMNS // 2 if HALVES else COLUMNS, TILE_K)
     tile = tl.program_id(0)
     if FROM_END:
@@ -143,25 +143,25 @@ def _load(ptr, rows, columns, mask, stride_m, stride_k):
 def _load_clamped(
     h_ptr, dy_ptr, stride_hm, stride_bm, stride_bk, rows, columns, mask, BACKWARD: tl.constexpr
 ):  # fmt: skip
-    """GPT-OSS's activation of pairs, each read as one word, or its gradient."""
+    """Compute GPT-OSS's activation of pairs, or its gradient; a pair is read as one word."""
     VALUE: tl.constexpr = h_ptr.dtype.element_ty
     BITS: tl.constexpr = VALUE.primitive_bitwidth
-    PART: tl.constexpr = tl.int16 if BITS == 16 else tl.int32
+    INTEGER: tl.constexpr = tl.int16 if BITS == 16 else tl.int32
     WORD: tl.constexpr = tl.int32 if BITS == 16 else tl.int64
     pair = columns // 2 if BACKWARD else columns
     offsets = rows[:, None] * (stride_hm // 2) + pair[None, :]
     words = tl.load(h_ptr.to(tl.pointer_type(WORD), bitcast=True) + offsets, mask=mask, other=0)
-    a = words.to(PART).to(VALUE, bitcast=True).to(tl.float32)
-    b = (words >> BITS).to(PART).to(VALUE, bitcast=True).to(tl.float32)
+    a = words.to(INTEGER).to(VALUE, bitcast=True).to(tl.float32)
+    b = (words >> BITS).to(INTEGER).to(VALUE, bitcast=True).to(tl.float32)
     least = tl.where(a > 7.0, 7.0, a)
     factor = tl.where(b > 7.0, 7.0, tl.where(b < -7.0, -7.0, b)) + 1.0
     if BACKWARD:
         y = _load(dy_ptr, rows, pair, mask, stride_bm, stride_bk)
         s = _sigmoid(least * 1.702)
-        of_a = y * factor * (s + least * (s * (1.0 - s)) * 1.702)
-        of_a = tl.where(a > 7.0, 0.0, of_a)
-        of_b = tl.where((b > 7.0) | (b < -7.0), 0.0, y * (least * s))
-        y = tl.where((columns % 2 == 0)[None, :], of_a, of_b)
+        da = y * factor * (s + least * (s * (1.0 - s)) * 1.702)
+        da = tl.where(a > 7.0, 0.0, da)
+        db = tl.where((b > 7.0) | (b < -7.0), 0.0, y * (least * s))
+        y = tl.where((columns % 2 == 0)[None, :], da, db)
     else:
         y = apply_activation(least, "qgelu") * factor
     return y
@@ -169,13 +169,13 @@ def _load_clamped(
 
 @triton.jit
 def load_halves(
-    inputs,  # of ``load``: h [M, 2 HALF] and dy [M, HALF]
+    inputs,  # as in ``load``: h [M, 2 HALF] and dy [M, HALF]
     rows, columns, M, HALF, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """A gated activation's gradient in ``columns`` of its first half, and in those of its second.
+    """Compute a gated activation's gradient in ``columns`` of its first and of its second half.
 
-    Each of the three inputs is read once. For one half alone after the other, two of them would be
-    read twice.
+    This reads each of the three inputs once. If each half were computed separately, two inputs
+    would be read twice.
     """
     FUNCTION: tl.constexpr = VALUES.function
     h_ptr, dy_ptr, _, _, _, stride_hm, stride_hk, stride_bm, stride_bk = inputs
@@ -183,8 +183,8 @@ def load_halves(
     a = _load(h_ptr, rows, columns, mask, stride_hm, stride_hk)
     b = _load(h_ptr, rows, columns + HALF, mask, stride_hm, stride_hk)
     y = _load(dy_ptr, rows, columns, mask, stride_bm, stride_bk)
-    of_a = y * b * derivative_of_activation(a, FUNCTION)
-    return of_a.to(VALUES.dtype), (y * apply_activation(a, FUNCTION)).to(VALUES.dtype)
+    da = y * b * derivative_of_activation(a, FUNCTION)
+    return da.to(VALUES.dtype), (y * apply_activation(a, FUNCTION)).to(VALUES.dtype)
 
 
 @triton.jit
@@ -192,7 +192,7 @@ def load(  # noqa: PLR0915
     inputs,  # pointers and strides, as ``arguments_of`` gives them
     rows, columns, tile_k, M, K, VALUES: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Some rows and all columns of a tile in its dtype, 0 outside [M, K]; int64 indices."""
+    """Load or compute rows and columns of a tile in its dtype, 0 outside [M, K]; int64 indices."""
     # a: x or h, [M, K], or [M, 2 K] where gated and not backward; x, [T, K], to permute
     # b: rstd, [M] fp32; dy, [M, K], or [M, K / 2] where gated; token, [M] int32; or a factor
     # c, d, e: weight, [K]; mean, [M] fp32; bias, [K]
@@ -245,10 +245,10 @@ def load(  # noqa: PLR0915
         a = _load(a_ptr, rows, first, mask, stride_am, stride_ak)
         b = _load(a_ptr, rows, first + half, mask, stride_am, stride_ak)
         y = _load(b_ptr, rows, first, mask, stride_bm, stride_bk)
-        of_a = y * b * derivative_of_activation(a, FUNCTION)
-        y = tl.where(second[None, :], y * apply_activation(a, FUNCTION), of_a)
+        da = y * b * derivative_of_activation(a, FUNCTION)
+        y = tl.where(second[None, :], y * apply_activation(a, FUNCTION), da)
     if FUNCTION != "":
-        y = tl.where(mask, y, 0.0).to(VALUES.dtype)  # what a function of 0 gave
+        y = tl.where(mask, y, 0.0).to(VALUES.dtype)  # a function of 0 may not be 0
     return y
 
 
@@ -257,7 +257,7 @@ def load_bits(
     inputs, rows, columns, tile_k, M, K,
     VALUES: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """The ``abs_bits`` of a tile; of two halves the larger ones of the two that match."""
+    """Return the ``abs_bits`` of a tile, or the larger bits of the two tiles of both halves."""
     if VALUES.halves:
         y, z = load_halves(inputs, rows, columns, M, K // 2, VALUES)
         bits = tl.maximum(abs_bits(y.to(tl.float32)), abs_bits(z.to(tl.float32)))
@@ -272,12 +272,12 @@ def load_words(
     inputs, row, tile_k, M, K,
     VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Columns of a tile that begins at ``row``, and the tile as four: its rows 0, 4, 8 ..., its
-    rows 1, 5, 9 ..., and so on.
+    """Return the columns of a tile that begins at ``row``, and the tile as four smaller tiles: its
+    rows 0, 4, 8 ..., its rows 1, 5, 9 ..., and so on.
 
-    The four values in one place of these are neighbours in a column, so in FP8 they are the bytes
-    of one word of the transpose: it is words that are transposed, not bytes. Of two halves
-    there are two tiles, in these columns of the first and of the second.
+    Four values at the same place of the four tiles are neighbours in a column. In FP8 they are the
+    bytes of one word of the transpose, so that kernels transpose words, not bytes. With halves,
+    there are two such tiles, in the same columns of the first and of the second half.
     """
     rows = row + 4 * tl.arange(0, TILE_M // 4)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
@@ -296,7 +296,7 @@ def load_words(
 def arguments_of(
     prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, tile: _common.Tile
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pointers and strides, and constants, of ``load``; what is None is never read."""
+    """Return pointers and strides, and constants, for ``load``, which reads no None pointer."""
     first = inputs[0]
     function, gated = prologue, False
     if prologue.removesuffix("_backward") in ACTIVATIONS:
@@ -307,7 +307,7 @@ def arguments_of(
         has_words = first.stride(1) == 1 and first.stride(0) % 2 == 0
         if not has_words or first.data_ptr() % (2 * first.element_size()):
             first = first.clone(memory_format=torch.contiguous_format)
-    # x, rstd, weight, mean, bias: all but x are dense vectors. Or x and token, or h and dy.
+    # Inputs: x, rstd, weight, mean, bias (all but x dense vectors); x and token; or h and dy.
     second = inputs[1] if len(inputs) > 1 else None
     vectors = [v.contiguous() for v in inputs[2:]]
     strides = second.stride() if second is not None and second.ndim == 2 else (1, 1)
@@ -323,23 +323,23 @@ def arguments_of(
 
 
 def width_of_tiles(columns: int, constants: dict[str, Any]) -> int:
-    """The columns that programs are made for: half where each has a tile of both halves."""
+    """Return how many columns tiles cover: half of them if a program has a tile of each half."""
     return columns // 2 if constants["VALUES"].halves else columns
 
 
 def tile_for(prologue: str, *, words: bool = False) -> _common.Tile:
-    """The tile of a program, for one orientation or by words."""
+    """Return the tile of a program, which casts one orientation or reads by words."""
     backward = prologue.endswith("_backward")
     if backward and ACTIVATIONS[prologue.removesuffix("_backward")][1]:  # it reads three tiles
-        return _WORDS_OF_THREE if words else _ONE_OF_THREE
+        return _WORDS_OF_GATED_GRADIENT if words else _TILE_OF_GATED_GRADIENT
     if words:
-        return _WORDS if prologue else WORDS_OF_MATRIX
-    return _ONE if prologue else _common.TILE
+        return _WORDS_OF_PROLOGUE if prologue else WORDS_OF_MATRIX
+    return _TILE_OF_PROLOGUE if prologue else _common.TILE
 
 
 def has_kernel(prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Else the reference runs on the GPU as it is: float64, nothing to do, or a single column."""
-    # For a matrix of one column ptxas crashes (CUDA 12.8's, in triton 3.6).
+    """Whether a kernel can do this; the reference takes float64, one column, or no elements."""
+    # The ptxas of CUDA 12.8, in triton 3.6, crashes for a matrix of one column.
     *rows, columns = prologue_shape(prologue, inputs)
     wide = torch.float64 in (dtype, *(tensor.dtype for tensor in inputs))
     return 0 not in rows and columns > 1 and not wide
@@ -350,7 +350,7 @@ def _amax_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
     amax_ptr,  # fp32: [programs], the amax of all tiles that each visits; or [1], 0 at first
     M, K,
-    stride_ae,  # of a batch, which has [E, programs of each] amaxes; None: a matrix
+    stride_ae,  # of a batch, with amaxes [E, programs of a matrix]; None: one matrix
     PARTIAL: tl.constexpr,
     VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
@@ -400,7 +400,7 @@ def value_of(
     if not has_kernel(prologue, inputs, dtype):
         return reference.value_of(prologue, inputs, dtype)
     y = inputs[0].new_empty(prologue_shape(prologue, inputs), dtype=dtype)
-    if inputs[0].ndim != 2:  # an activation's
+    if inputs[0].ndim != 2:  # inputs of an activation
         inputs = [as_matrix(x) for x in inputs]
     shape, tile = prologue_shape(prologue, inputs), tile_for(prologue)
     tensors, constants = arguments_of(prologue, inputs, dtype, tile)

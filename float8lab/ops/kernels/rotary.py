@@ -11,7 +11,7 @@ from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import rotary as reference
 
 _ELEMENTS = 4096
-"""Elements that a program rotates: all features of some heads of a token."""
+"""How many elements a program rotates: all features of some heads of a token."""
 
 
 @launched
@@ -23,7 +23,7 @@ def _rotate_kernel(
     B, H, D, R, stride_ta, stride_tb, stride_th, stride_td, stride_ca, stride_cb,
     INTERLEAVED: tl.constexpr, BACK: tl.constexpr, HEADS: tl.constexpr,
     PAIRS: tl.constexpr,  # at least R / 2
-    REST: tl.constexpr,  # at least D - R, or 0
+    COPIED: tl.constexpr,  # at least D - R, or 0
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     a, b = token // B, token % B
@@ -37,11 +37,11 @@ def _rotate_kernel(
     else:
         first, second = pairs, R // 2 + pairs
     inside = pairs < R // 2
-    at = a * stride_ca + b * stride_cb
-    cos1 = tl.load(cos_ptr + at + first, mask=inside, other=0.0)[None, :]
-    cos2 = tl.load(cos_ptr + at + second, mask=inside, other=0.0)[None, :]
-    sin1 = tl.load(sin_ptr + at + first, mask=inside, other=0.0)[None, :]
-    sin2 = tl.load(sin_ptr + at + second, mask=inside, other=0.0)[None, :]
+    offset = a * stride_ca + b * stride_cb
+    cos1 = tl.load(cos_ptr + offset + first, mask=inside, other=0.0)[None, :]
+    cos2 = tl.load(cos_ptr + offset + second, mask=inside, other=0.0)[None, :]
+    sin1 = tl.load(sin_ptr + offset + first, mask=inside, other=0.0)[None, :]
+    sin2 = tl.load(sin_ptr + offset + second, mask=inside, other=0.0)[None, :]
     mask = (heads < H) & inside[None, :]
     x1 = tl.load(t_ptrs + first[None, :] * stride_td, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(t_ptrs + second[None, :] * stride_td, mask=mask, other=0.0).to(tl.float32)
@@ -51,8 +51,8 @@ def _rotate_kernel(
         y1, y2 = x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
     tl.store(out_ptrs + first[None, :], y1.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(out_ptrs + second[None, :], y2.to(out_ptr.dtype.element_ty), mask=mask)
-    if REST:
-        columns = R + tl.arange(0, REST)[None, :]
+    if COPIED:
+        columns = R + tl.arange(0, COPIED)[None, :]
         mask = (heads < H) & (columns < D)
         copied = tl.load(t_ptrs + columns * stride_td, mask=mask)
         tl.store(out_ptrs + columns, copied, mask=mask)
@@ -70,6 +70,6 @@ def rotate(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -
     _rotate_kernel[(A * B, ceil_div(H, heads))](
         t, cos, sin, out, B, H, D, R, *t.stride(), stride_a, stride_b,
         INTERLEAVED=interleaved, BACK=back, HEADS=heads, PAIRS=next_power_of_2(R // 2),
-        REST=next_power_of_2(D - R) if D > R else 0, enable_fp_fusion=False,
+        COPIED=next_power_of_2(D - R) if D > R else 0, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -1,7 +1,7 @@
-"""Which experts get a token, and how much of each, on the GPU.  T tokens, E experts.
+"""Choose the experts of each token, and their probabilities, on the GPU.  T tokens, E experts.
 
-A program has some tokens, all experts of each. To find the best in turn, scores become keys: whole
-numbers in the scores' order, and among equal scores the first expert's is larger.
+A program has some tokens and all their experts. To find the best experts one by one, it makes keys
+of scores: integers in the scores' order. Among equal scores, the first expert has the larger key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from float8lab.ops.reference import router as reference
 
 _MOST_EXPERTS = 4096
 _ELEMENTS = 1024
-"""Scores that a program has, if no token has more."""
+"""How many scores a program has, unless a single token has more."""
 
 _LOWEST = tl.constexpr(-(2**63))
 _NAN = tl.constexpr(0x7FC00000)
@@ -29,7 +29,7 @@ LEAST_SUM = tl.constexpr(reference.LEAST_SUM)
 
 @triton.jit
 def _keys(values, places, valid):
-    """Keys of float32 ``values`` along the last dimension; NaN has the largest."""
+    """Return the keys of float32 ``values`` along the last dimension; NaN has the largest key."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     bits = tl.where(values != values, _NAN, bits)
     ordered = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
@@ -45,14 +45,14 @@ def _value_of(key):
 
 @triton.jit
 def _sigmoid(z):
-    """1 / (1 + exp(-z)), by the exponential that is at most 1."""
+    """Compute 1 / (1 + exp(-z)) from exp(-abs(z)), which is at most 1."""
     small = tl.exp(-tl.abs(z))
     return tl.div_rn(tl.where(z >= 0, 1.0, small), 1.0 + small)
 
 
 @triton.jit
 def _softplus(z):
-    """max(z, 0) + log1p(u) of u = exp(-abs(z)) by 2 atanh(u / (2 + u)), whose series is short."""
+    """Compute max(z, 0) + log1p(u), u = exp(-abs(z)), by a short series of 2 atanh(u / (2 + u))."""
     u = tl.exp(-tl.abs(z))
     s = tl.div_rn(u, 2.0 + u)
     q = s * s
@@ -71,7 +71,7 @@ def _softmax(z, valid):
 
 @triton.jit
 def _scores(z, FUNCTION: tl.constexpr):
-    """Scores by a function of one logit, that is, any but softmax."""
+    """Compute scores by a function of one logit, which softmax is not."""
     return _sigmoid(z) if FUNCTION == "sigmoid" else tl.sqrt_rn(_softplus(z))
 
 
@@ -79,19 +79,19 @@ def _scores(z, FUNCTION: tl.constexpr):
 def _in_best_groups(
     keys, group_of, groups, group_topk, best_of_group, TOKENS: tl.constexpr, BLOCK_G: tl.constexpr
 ):  # fmt: skip
-    """Which experts are in the groups with the largest sums of their best."""
-    at = tl.arange(0, BLOCK_G)[None, :]
-    totals = tl.zeros((TOKENS, BLOCK_G), dtype=tl.float32)
+    """Return which experts are in the groups whose best scores have the largest sums."""
+    numbers = tl.arange(0, BLOCK_G)[None, :]
+    group_sums = tl.zeros((TOKENS, BLOCK_G), dtype=tl.float32)
     for group in range(groups):
-        left = tl.where(group_of == group, keys, _LOWEST)
-        best = tl.max(left, 1, keep_dims=True)
+        remaining = tl.where(group_of == group, keys, _LOWEST)
+        best = tl.max(remaining, 1, keep_dims=True)
         score_sum = _value_of(best)
         for _ in range(1, best_of_group):
-            left = tl.where(left == best, _LOWEST, left)
-            best = tl.max(left, 1, keep_dims=True)
+            remaining = tl.where(remaining == best, _LOWEST, remaining)
+            best = tl.max(remaining, 1, keep_dims=True)
             score_sum += _value_of(best)
-        totals = tl.where(at == group, score_sum, totals)
-    group_keys = _keys(totals, at, at < groups)
+        group_sums = tl.where(numbers == group, score_sum, group_sums)
+    group_keys = _keys(group_sums, numbers, numbers < groups)
     inside = (group_of < 0) & (keys < 0)
     for _ in range(group_topk):
         best = tl.max(group_keys, 1, keep_dims=True)
@@ -134,10 +134,10 @@ def _route_kernel(
         )
         keys = _keys(tl.where(best, ranked, -float("inf")), experts, valid)
 
-    left = keys
+    remaining = keys
     for _ in range(topk):
-        left = tl.where(left == tl.max(left, 1, keep_dims=True), _LOWEST, left)
-    chosen = left != keys
+        remaining = tl.where(remaining == tl.max(remaining, 1, keep_dims=True), _LOWEST, remaining)
+    chosen = remaining != keys
 
     if FUNCTION == "softmax" and not OVER_ALL:
         scores = _softmax(z, chosen)
@@ -152,7 +152,7 @@ def _route_kernel(
 
 
 def _tile(E: int) -> dict[str, int]:
-    """Tokens and experts of a program."""
+    """Return how many tokens and experts a program has."""
     block = next_power_of_2(E)
     return {"BLOCK_E": block, "TOKENS": max(_ELEMENTS // block, 1), "num_warps": 4}
 
@@ -192,13 +192,13 @@ def _route_backward_kernel(
 ):  # fmt: skip
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     experts = tl.arange(0, BLOCK_E)[None, :]
-    at, valid = tokens * E + experts, (experts < E) & (tokens >= 0)
+    offsets, valid = tokens * E + experts, (experts < E) & (tokens >= 0)
     inside = (tokens < T) & valid
-    z = tl.load(logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(logits_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     chosen = valid
     if not DENSE:  # past the last token every expert is chosen, so that no sum is 0
-        chosen = chosen & (tl.load(map_ptr + at, mask=inside, other=1) != 0)
-    grad = tl.load(dprobs_ptr + at, mask=inside & chosen, other=0.0).to(tl.float32) * scaling
+        chosen = chosen & (tl.load(map_ptr + offsets, mask=inside, other=1) != 0)
+    grad = tl.load(dprobs_ptr + offsets, mask=inside & chosen, other=0.0).to(tl.float32) * scaling
     if FUNCTION == "softmax":
         scores = _softmax(z, valid if OVER_ALL else chosen)
         dz = scores * (grad - tl.sum(scores * grad, 1, keep_dims=True))
@@ -213,7 +213,7 @@ def _route_backward_kernel(
         else:
             slope = tl.where(scores > 0, tl.div_rn(_sigmoid(z), 2.0 * scores), 0.0)
         dz = tl.where(chosen, grad * slope, 0.0)
-    tl.store(dlogits_ptr + at, dz.to(dlogits_ptr.dtype.element_ty), mask=inside)
+    tl.store(dlogits_ptr + offsets, dz.to(dlogits_ptr.dtype.element_ty), mask=inside)
 
 
 @replayed

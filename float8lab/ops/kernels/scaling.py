@@ -18,7 +18,7 @@ _SCALES = 256
 
 @launched
 def _scales_kernel(
-    amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns, which make room for encode factors
+    amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns; encode factors replace them
     scale_ptr,  # [ROWS] fp32
     scale_t_ptr,  # [COLUMNS] fp32
     ROWS, COLUMNS, eps,
@@ -37,7 +37,7 @@ def _scales_kernel(
 def make_scales(
     amaxes: Tensor, scale: Tensor, scale_t: Tensor, fp8_dtype: torch.dtype, rule: str, eps: float
 ) -> None:
-    """Write scales for the amaxes of rows and then of columns, which become encode factors."""
+    """Write the scales of rows and of columns; encode factors replace the ``amaxes`` of both."""
     rows, count = scale.numel(), amaxes.numel()
     _scales_kernel[(_common.ceil_div(count, _SCALES),)](
         amaxes, scale, scale_t, rows, count - rows, eps,
@@ -61,28 +61,28 @@ def _update_scales_kernel(
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
     amax = tl.load(amax_ptr + slot * stride_amax)
-    seen = (amax >= 0) & (amax < float("inf"))
+    has_data = (amax >= 0) & (amax < float("inf"))
 
     index = tl.arange(0, BLOCK_H).to(tl.int64)
     column_ptr = history_ptr + slot * stride_hs
-    old = tl.load(column_ptr + index * stride_hh, mask=index < H, other=0.0)
+    old_column = tl.load(column_ptr + index * stride_hh, mask=index < H, other=0.0)
     mask = (index > 0) & (index < H)
     shifted = tl.load(column_ptr + (index - 1) * stride_hh, mask=mask, other=0.0)
-    column = tl.where(seen, tl.where(index == 0, amax, shifted), old)
+    column = tl.where(has_data, tl.where(index == 0, amax, shifted), old_column)
     tl.debug_barrier()  # every thread has read its part of the old column
     tl.store(column_ptr + index * stride_hh, column, mask=index < H)
 
     if MOST_RECENT:
         column = tl.where(index == 0, column, 0.0)
-    chosen = tl.max(_common.abs_bits(column), 0).to(tl.float32, bitcast=True)
-    encode = tl.div_rn(tl.load(fp8_max_ptr + slot * stride_fp8_max), chosen)
+    amax_of_history = tl.max(_common.abs_bits(column), 0).to(tl.float32, bitcast=True)
+    encode = tl.div_rn(tl.load(fp8_max_ptr + slot * stride_fp8_max), amax_of_history)
     encode = tl.where(encode > _common.FLOAT32_MAX, _common.FLOAT32_MAX, encode)
-    if POWER_OF_2:  # without its mantissa
+    if POWER_OF_2:  # clear the mantissa
         encode = (encode.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     encode = encode * tl.cast(factor, tl.float32)
 
     steps = tl.load(steps_ptr + slot * stride_steps)
-    due = seen & (chosen > 0) & (steps % interval == 0)  # counted before this step is added
+    due = has_data & (amax_of_history > 0) & (steps % interval == 0)  # before this step
     scale_ptr = factors_ptr + slot * stride_slot
     encode_ptr = scale_ptr + stride_factor
     scale = tl.where(due, tl.div_rn(1.0, encode), tl.load(scale_ptr))
@@ -91,7 +91,7 @@ def _update_scales_kernel(
     tl.store(encode_ptr, encode)
     tl.store(copy_ptr + slot * 8 + tl.arange(0, 4), scale)
     tl.store(copy_ptr + slot * 8 + 4 + tl.arange(0, 4), encode)
-    tl.store(steps_ptr + slot * stride_steps, steps + seen.to(steps.dtype))
+    tl.store(steps_ptr + slot * stride_steps, steps + has_data.to(steps.dtype))
     tl.store(amax_ptr + slot * stride_amax, EMPTY)
 
 
@@ -100,7 +100,7 @@ def update_scales_(
     history: Tensor, amax: Tensor, factors: Tensor, steps: Tensor, fp8_max: Tensor, margin: int,
     interval: int, most_recent: bool, power_of_2: bool,
 ) -> Tensor:  # fmt: skip
-    """``reference.update_scales_`` in one launch."""
+    """Do ``reference.update_scales_`` in one launch."""
     # A program holds its slot's whole history in registers, so rolling it in place cannot read what
     # it has written; 4096 entries are 32 registers a thread.
     length, slots = history.shape

@@ -1,17 +1,17 @@
 """FP8 attention in plain PyTorch.  B batch, H heads, G key/value heads, S sequence, D head size.
 
-The specification of the ops in ``attention.py``, their oracle, and their implementation on the CPU
-and on a GPU where the kernel does not fit. Scores and softmax are float32. The probabilities are
-rounded to e4m3 with the fixed decode scale ``P_SCALE`` (they are at most 1), the sum that
-normalizes them is of the unrounded ones.
+This file is the specification of the ops in ``attention.py``, their oracle, and their code on CPUs
+and on GPUs without a kernel. Scores and softmax are float32. The probabilities are rounded to e4m3
+with the fixed decode scale ``P_SCALE`` (they are at most 1); the sum that normalizes them is of the
+unrounded probabilities.
 
-Backward is in high precision, of the dequantized operands and the unrounded probabilities. For
-heads of up to 128, Hopper's kernels also round the probabilities and the output's gradient to e4m3,
-that with a scale for each query, and the scores' gradient to float16, and keep within 24 dB of it.
+The backward is in high precision, from dequantized operands and unrounded probabilities. For heads
+of up to 128, Hopper's kernels also round the probabilities and the output's gradient (which has a
+scale for each query) to e4m3, and the scores' gradient to float16: within 24 dB of this reference.
 
-Outputs and gradients lie in memory by token, ``[B, S, H, D]``, as the layers around want them.
-Where tokens were packed, outputs and their gradients lie as these did before: ``token_q`` and
-``token_k`` have the number of the token in each packed row; behind the packed rows, the bitwise
+Outputs and gradients are stored by token, ``[B, S, H, D]``, as the surrounding layers want them.
+If tokens were packed, outputs and their gradients have the tokens in their places before packing:
+``token_q`` and ``token_k`` have the number of the token in each packed row, followed by the bitwise
 complements of the numbers of all other tokens.
 """
 
@@ -35,25 +35,25 @@ P_SCALE = 2.0**-8
 
 
 def by_token(x: Tensor) -> Tensor:
-    """``x``, ``[B, H, S, D]``, in memory as ``[B, S, H, D]``."""
+    """Return ``x``, ``[B, H, S, D]``, stored as ``[B, S, H, D]``."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def empty_by_token(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Uninitialized ``[B, H, S, D]``, in memory as ``[B, S, H, D]``."""
+    """Allocate ``[B, H, S, D]``, stored as ``[B, S, H, D]``."""
     B, H, S, D = shape
     return like.new_empty((B, S, H, D), dtype=dtype).transpose(1, 2)
 
 
 def pack_tokens(x: Tensor, token: Tensor | None) -> Tensor:
-    """``x``, ``[1, H, T, D]``, in the order in which tokens were packed, if they were."""
+    """Return ``x``, ``[1, H, T, D]``, in the order of packed tokens, if tokens are packed."""
     if token is None:
         return x
     return x.transpose(1, 2).index_select(1, torch.maximum(token, ~token)).transpose(1, 2)
 
 
 def unpack_tokens(x: Tensor, token: Tensor | None) -> Tensor:
-    """The inverse of ``pack_tokens``."""
+    """Undo ``pack_tokens``."""
     if token is None:
         return x
     order = torch.maximum(token, ~token).long()
@@ -72,7 +72,7 @@ def _sum_groups(x: Tensor, groups: int) -> Tensor:
 
 
 def _visible(q: Tensor, k: Tensor, window: Sequence[int | torch.SymInt]) -> Tensor | None:
-    """Which keys each query sees, ``[Sq, Sk]`` bool; None for all of them."""
+    """Return which keys each query sees, ``[Sq, Sk]`` bool; None for all keys."""
     left, right, diagonal = map(int, window)
     if left < 0 and right < 0:
         return None
@@ -84,9 +84,9 @@ def _visible(q: Tensor, k: Tensor, window: Sequence[int | torch.SymInt]) -> Tens
 
 
 def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slice, slice]]:
-    """The queries and the keys of each packed sequence."""
-    places = (itertools.pairwise(cu.tolist()) for cu in (cu_seqlens_q, cu_seqlens_k))
-    for queries, keys in zip(*places, strict=True):
+    """Yield the queries and the keys of each packed sequence."""
+    spans = (itertools.pairwise(cu.tolist()) for cu in (cu_seqlens_q, cu_seqlens_k))
+    for queries, keys in zip(*spans, strict=True):
         yield slice(*queries), slice(*keys)
 
 
@@ -104,29 +104,29 @@ def fp8_attention(
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
     token_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Attention of FP8 operands.
+    """Compute attention of FP8 operands.
 
-    Under the window ``(left, right, diagonal)`` query i stands at key ``i + Sk - Sq + diagonal``
-    and sees the keys from ``left`` before that to ``right`` after it, -1 being no limit: the last
-    query stands at the last key if ``diagonal`` is 0. A causal mask is ``(-1, 0, 0)``; aligned at
-    the first query and key, its diagonal is ``Sq - Sk``.
+    With the window ``(left, right, diagonal)``, query i stands at key ``i + Sk - Sq + diagonal``.
+    It sees the keys from ``left`` before this key to ``right`` after it; -1 means no limit. If
+    ``diagonal`` is 0, the last query stands at the last key. A causal mask is ``(-1, 0, 0)``; with
+    the diagonal ``Sq - Sk`` it is aligned at the first query and key.
 
     Args:
         q: ``[B, H, Sq, D]`` FP8.
         k: ``[B, G, Sk, D]`` FP8, G dividing H.
         v: ``[B, G, Sk, Dv]`` FP8.
-        q_scale: one element, as ``k_scale`` and ``v_scale``: decode scales.
+        q_scale: a decode scale of one element, like ``k_scale`` and ``v_scale``.
         window: see above.
-        cu_seqlens_q: where sequences of queries end, ``[sequences + 1]`` int32 from 0 on, if they
-            lie behind each other, in which case B is 1; each sees its own keys alone, and Sq, Sk
-            and positions above are its own. Tokens behind the last are of no sequence.
-        cu_seqlens_k: the same of keys and values; both or neither are None.
-        token_q: ``[Sq]`` int32, the tokens of queries that were packed; None if they lie so.
+        cu_seqlens_q: cumulative lengths of packed sequences of queries, ``[sequences + 1]`` int32
+            from 0 on; B is 1 then. A sequence only sees its own keys, and Sq, Sk and the positions
+            above are those in the sequence. Tokens after the last sequence belong to none.
+        cu_seqlens_k: the same for keys and values; both or neither are None.
+        token_q: ``[Sq]`` int32, the tokens of queries that were packed; None if none were.
 
     Returns:
-        ``[B, H, Sq, Dv]`` (in memory by token), the logarithm of each query's sum of exponentials,
-        and its largest score, ``[B, H, Sq]`` float32. Of a query that sees no key they are 0, -inf
-        and -inf.
+        The output ``[B, H, Sq, Dv]``, stored by token; the logarithm of each query's sum of
+        exponentials and its largest score, ``[B, H, Sq]`` float32. They are 0, -inf and -inf for a
+        query that sees no key.
     """
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         results = _blind(q, v, out_dtype)
@@ -150,14 +150,14 @@ def fp8_attention(
 
 
 def _blind(q: Tensor, v: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The results of queries that see no key."""
+    """Return the results of queries that see no key."""
     out = empty_by_token(q, (*q.shape[:3], v.shape[3]), out_dtype).zero_()
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
     return out, lse, lse.clone()
 
 
 def _finite(x: Tensor) -> Tensor:
-    """``x``, the largest scores or logarithms of sums, with 0 where there is no score."""
+    """Return largest scores, or logarithms of sums, with 0 where there is no score."""
     return x.masked_fill(x == -torch.inf, 0.0)
 
 
@@ -169,18 +169,18 @@ def fp8_attention_backward(
     max_seqlen_q: int | torch.SymInt = 0, max_seqlen_k: int | torch.SymInt = 0,
     token_q: Tensor | None = None, token_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, the rounding of the probabilities taken as the identity.
+    """Compute gradients of q, k and v, as if rounding the probabilities were the identity.
 
-    They are in the dtype of ``dout``, and in memory by token.
+    The gradients have the dtype of ``dout``, and are stored by token.
 
     Args:
         dout: ``[B, H, Sq, Dv]`` high precision.
-        out: from the forward, as ``lse`` and ``max_scores``, by which Hopper's kernel scales its
-            probabilities. If each key is in one of several calls, ``out`` and ``lse`` are of all of
-            them, and ``max_scores`` of this one's keys. The other arguments are the forward's own.
+        out: from the forward, like ``lse`` and ``max_scores``, by which Hopper's kernel scales its
+            probabilities. If several calls split the keys, ``out`` and ``lse`` are of all keys, and
+            ``max_scores`` is of the keys of this call. Other arguments are those of the forward.
         max_seqlen_q: the most queries of a sequence, or more, where ``cu_seqlens_q`` is given.
-        max_seqlen_k: the same of keys.
-        token_k: ``[Sk]`` int32, as ``token_q`` of the forward.
+        max_seqlen_k: the same for keys.
+        token_k: ``[Sk]`` int32, like ``token_q`` of the forward.
     """
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         dout, out = pack_tokens(dout, token_q), pack_tokens(out, token_q)
@@ -209,7 +209,7 @@ def fp8_attention_backward(
 
 
 def merge_attention_(out: Tensor, lse: Tensor, seen: Tensor, seen_lse: Tensor) -> None:
-    """Add what queries see of more keys to what they have seen, in place.
+    """Merge the output ``seen`` of queries for other keys into ``out``, in place.
 
     Outputs ``[B, H, S, D]`` are given with the logarithms of sums of exponentials, ``[B, H, S]``.
     """

@@ -18,13 +18,13 @@ __all__ = [
 ]  # fmt: skip
 
 ALIGN = 16
-"""Multiple that Hopper's FP8 GEMM wants of every dimension."""
+"""Every dimension of Hopper's FP8 GEMM must be a multiple of this."""
 
 _EXPONENT_BITS = 0x7F800000
 
 
 class CastResults(NamedTuple):
-    """The results of ``cast``; None stands for each that is not wanted."""
+    """The results of ``cast``; None stands for a result that is not asked for."""
 
     q: Tensor | None
     scale: Tensor | None
@@ -35,7 +35,7 @@ class CastResults(NamedTuple):
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """``[..., K]`` as ``[M, K]``, K = 0 included.
+    """View ``[..., K]`` as ``[M, K]``, also where K is 0.
 
     >>> as_matrix(torch.ones(2, 3, 0)).shape
     torch.Size([6, 0])
@@ -54,7 +54,7 @@ def round_up(size: int, align: int) -> int:
 
 
 def in_blocks(x: Tensor, block: Sequence[int]) -> Tensor:
-    """A matrix as ``[blocks, rows of one, blocks, columns of one]``.
+    """Return a matrix as ``[blocks, rows of a block, blocks, columns of a block]``.
 
     Zeros fill up blocks that an edge cuts, and a block that spans a dimension without elements.
 
@@ -72,15 +72,15 @@ def in_blocks(x: Tensor, block: Sequence[int]) -> Tensor:
 
 
 def amax(x: Tensor, block: Sequence[int]) -> Tensor:
-    """Largest absolute value of each block, float32; NaN if the block holds one, 0 if empty."""
+    """Largest absolute value of each block, float32; NaN if it has a NaN, 0 if it is empty."""
     if block[0] == block[1] == -1 and x.numel():
         return x.abs().amax().float().view(1, 1)
     return in_blocks(x, block).abs().amax((1, 3)).float()
 
 
 def encode_from_amax(amax: Tensor, fp8_max: float | Tensor, *, power_of_2: bool) -> Tensor:
-    """``fp8_max / amax``, at most the largest float32; on request rounded down to a power of 2."""
-    # A number divided by a tensor is reciprocal() times the number, two roundings: hence full_like.
+    """Compute ``fp8_max / amax``, at most float32's largest; can round down to a power of 2."""
+    # torch divides a number by a tensor with two roundings (by a reciprocal): hence full_like.
     if not isinstance(fp8_max, Tensor):
         fp8_max = torch.full_like(amax, fp8_max)
     encode = (fp8_max / amax).clamp(max=formats.FLOAT32_MAX)
@@ -95,12 +95,12 @@ def factors_from_amax(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Decode scale and encode factor of each block from its amax, by one of ``SCALE_RULES``.
 
-    A rule of elements with 4 bits has ``_factors_of_packed``, and may depend on the amax of the
+    The rules for 4-bit elements use ``_factors_of_packed``, and may depend on the amax of the
     matrix; if that is not given, ``amax`` holds all blocks of a matrix in its last dimensions.
 
     ``amax`` is first raised to ``eps``; 0, inf and NaN then give 1 and 1. The scale is 1 over the
-    encode factor, rounded to float32, from which the encode factor cannot be recovered: a cast
-    that is made after its scale was made needs the encode factor, or the amax.
+    encode factor, rounded to float32, so the encode factor cannot be recovered from the scale: a
+    later cast by the same scale needs the encode factor or the amax.
 
     >>> factors_from_amax(torch.tensor([7.0, 0.0]), torch.float8_e4m3fn, "fp32")
     (tensor([0.0156, 1.0000]), tensor([64.,  1.]))
@@ -117,14 +117,14 @@ def factors_from_amax(
     else:
         encode = encode_from_amax(raised, limit, power_of_2=rule == "pow2")
         scale = 1.0 / encode
-    unit = scale.new_ones(())  # a number would not do for fake tensors outside of their mode
+    unit = scale.new_ones(())  # fake tensors outside of their mode accept no number
     return torch.where(usable, scale, unit), torch.where(usable, encode, unit)
 
 
 def _factors_of_packed(
     amax: Tensor, rule: str, matrix_amax: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """``factors_from_amax`` of elements in e2m1: scales that formats of 4 bits have.
+    """Do ``factors_from_amax`` for elements in e2m1, with the scales of 4-bit formats.
 
     A block whose amax is 0 has the scale 0 if scales are in e4m3; one that holds a value that is
     not finite has the scale NaN. The scale of a matrix is 1 where no finite amax above 0 makes one.
@@ -159,8 +159,8 @@ def _factors_of_packed(
 
 
 def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Scales, one per block, as a tensor that broadcasts against one of ``shape``.
-    Blocks of fewer dimensions than the scales have are blocks of the last ones."""
+    """Expand scales, one per block, to a tensor that broadcasts against ``shape``.
+    If a block has fewer dimensions than the scales, they are the last dimensions."""
     for dim in range(-len(block), 0):
         if block[dim] > 1:
             scale = scale.repeat_interleave(block[dim], dim).narrow(dim, 0, shape[dim])
@@ -168,10 +168,10 @@ def expand_scale(scale: Tensor, block: Sequence[int], shape: Sequence[int]) -> T
 
 
 def scale_in_tiles(scale: Tensor) -> Tensor:
-    """Scales of 1x32 blocks, ``[M, K / 32]``, in e8m0 and the order that SM 10 reads them in.
+    """Return scales of 1x32 blocks, ``[M, K / 32]``, in e8m0 and the order in which SM 10 reads.
 
-    They are powers of two. Tiles of 128 rows and 4 columns, filled up with ones, follow each other
-    along the rows; in a tile, row ``32 i + j`` is at ``[j, i]`` of ``[32, 4, 4]``.
+    Scales are powers of two. Tiles of 128 rows and 4 columns, filled up with ones, follow each
+    other along the rows; in a tile, row ``32 i + j`` is at ``[j, i]`` of ``[32, 4, 4]``.
 
     Source: cuBLAS documentation, "1D Block Scaling Factors Layout".
     """
@@ -183,7 +183,7 @@ def scale_in_tiles(scale: Tensor) -> Tensor:
 
 
 def _round_to_packed(value: Tensor) -> Tensor:
-    """The nearest values of e2m1, in e4m3; ties go to an even mantissa, and NaN to 0.
+    """Round to the nearest values of e2m1, in e4m3; ties go to an even mantissa, NaN to 0.
 
     >>> _round_to_packed(torch.tensor([0.25, 0.75, 2.5, -5.0, 9.0, torch.nan])).float()
     tensor([ 0.,  1.,  2., -4.,  6.,  0.])
@@ -196,7 +196,7 @@ def _round_to_packed(value: Tensor) -> Tensor:
 
 
 def round_to_fp8(value: Tensor, x: Tensor, fp8_dtype: torch.dtype, rule: str = "") -> Tensor:
-    """The nearest FP8 numbers to ``value``, which is ``x`` over its scale; of e2m1 by its rules.
+    """Round ``value``, ``x`` over its scale, to the nearest FP8 numbers, or e2m1 for its rules.
 
     A finite ``x`` saturates, also where ``value`` overflows float32. An infinite ``x`` stays
     visible whatever its scale is: as an infinity in e5m2, and in e4m3, which has none, as NaN.
@@ -208,21 +208,21 @@ def round_to_fp8(value: Tensor, x: Tensor, fp8_dtype: torch.dtype, rule: str = "
     if rule in formats.E2M1_RULES:
         return _round_to_packed(value)
     limit = torch.finfo(fp8_dtype).max
-    visible: float | Tensor = torch.nan
-    if fp8_dtype == torch.float8_e5m2:  # over a scale of 0, infinity or NaN it may be NaN
-        visible = torch.where(value.isnan(), torch.inf, value)
-    # Releases of torch differ in what they make of a number beyond the limit: it is clamped first.
-    return torch.where(x.isinf(), visible, value.clamp(-limit, limit)).to(fp8_dtype)
+    infinity: float | Tensor = torch.nan
+    if fp8_dtype == torch.float8_e5m2:  # NaN, if the scale is 0, infinity or NaN
+        infinity = torch.where(value.isnan(), torch.inf, value)
+    # Clamp first, since releases of torch differ in how they cast a number beyond the limit.
+    return torch.where(x.isinf(), infinity, value.clamp(-limit, limit)).to(fp8_dtype)
 
 
 def quantize(
     x: Tensor, fp8_dtype: torch.dtype, block: Sequence[int], rule: str, eps: float = 0.0,
     align: int = 1, given: Tensor | None = None,
 ) -> tuple[Tensor, Any, Any]:  # fmt: skip
-    """FP8 data of a matrix, the scales that are found for its blocks, and their amaxes.
+    """Return FP8 data of a matrix, the scales that are made for its blocks, and their amaxes.
 
-    ``rule`` and ``given`` are those of ``cast``. Where factors or scales are given, none are found,
-    and both are None.
+    ``rule`` and ``given`` are those of ``cast``. Where factors or scales are given, the returned
+    scales and amaxes are None.
     """
     if x.shape[0] % align or x.shape[1] % align:
         x = F.pad(x, (0, -x.shape[1] % align, 0, -x.shape[0] % align))
@@ -230,7 +230,7 @@ def quantize(
     if rule in formats.TENSOR_SCALE_RULES and given is not None and given.numel() == 1:
         given, matrix_amax = None, given
     if given is not None and given.numel() == 1:
-        x, given = x[None, :, None], given.view(1, 1)  # the whole is one block
+        x, given = x[None, :, None], given.view(1, 1)  # the matrix is one block
     else:
         x = in_blocks(x, block)
     wide = x.float()

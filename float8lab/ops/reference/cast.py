@@ -1,11 +1,11 @@
 """Cast matrices to FP8; transpose them.  M rows, K columns, E groups.
 
-Casts can pad: both dimensions of the result are rounded up to a multiple of ``align``, and
-everything, scales included, is as if the input had been padded with zeros first.
+A cast can pad: both dimensions of the result are rounded up to a multiple of ``align``. All
+results, scales included, are as if the input had been padded with zeros first.
 
-What is cast is a matrix, or the values of a prologue (``prologue.py``) rounded to ``dtype`` as if
-they had been written: a fused cast has the bytes of the cast of the composition. Its rows may be in
-groups, and a batch of matrices may be cast, each of its own (``grouped.py``).
+The input of a cast is a matrix, or the values of a prologue (``prologue.py``) rounded to ``dtype``:
+a fused cast gives the same bytes as if these values were written and then cast. The rows of a
+matrix may be in groups, or the input is a batch of matrices, each cast separately (``grouped.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["amax_of", "cast", "cast_many_", "has_amax", "transpose"]
 def amax_of(
     prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, block: Sequence[int] = (-1, -1)
 ) -> Tensor:
-    """``amax`` of a matrix that a prologue may compute."""
+    """Compute the ``amax`` of a matrix, or of a prologue's values."""
     return amax(value_of(prologue, inputs, dtype) if prologue else inputs[0], block)
 
 
@@ -43,36 +43,35 @@ def cast(
 
     Args:
         prologue: how the matrix is computed; ``""`` is the matrix itself.
-        inputs: from which tensors; one of 3 dimensions is a batch.
-        dtype: the values of a prologue are rounded to it; of no meaning for the matrix itself.
-        fp8_dtype: of the result.
-        block: rows and columns that share a scale. Of groups ``(-1, -1)``, or a row or a part of it
-            of up to 128 columns, a power of two; of a batch ``(128, 128)``, too.
-        rule: one of ``SCALE_RULES``, by which scales are made of amaxes. Or ``"encode"``: the
-            values are multiplied by the factors ``given``; or ``"decode"``: they are divided by the
-            scales ``given``, by callers that know no encode factors. Both are one float32
-            operation with IEEE rounding, whose result is what ``round_to_fp8`` rounds. For powers
-            of two the two are the same. For elements in e2m1, ``"e2m1 encode"`` and
-            ``"e2m1 decode"``.
-        eps: the least amax that a scale is made of.
-        align: the result's sizes are multiples of it; ``ALIGN`` for groups and batches.
-        dbias: the sums over its rows, or over the rows of each group, are wanted; not of a batch.
-        given: factors or scales, one or one per block; for both orientations, the same transposed.
-            Where scales are made: the amaxes that they are made of, one per block of the padded
-            result, if they are known. In both orientations, only if blocks are square. Where scales
-            have a second level, one element is the amax of the matrix. Of groups and batches: the
-            factor or the amax of each, or one for all of them.
-        offs: offsets of the groups, ``[E]``, int32 or int64, none below the one before.
-        plan: the result of ``plan_groups`` for these groups, if it exists. It changes nothing.
-        slot: one element, which becomes the larger of its content and the matrix's amax; one for
-            each group or matrix of a batch, unless it has no row.
+        inputs: the tensors from which it is computed; a tensor of 3 dimensions is a batch.
+        dtype: the dtype to which the values of a prologue are rounded; unused without a prologue.
+        fp8_dtype: the dtype of the result.
+        block: rows and columns that share a scale. For groups: ``(-1, -1)``, ``(1, -1)``, or
+            ``(1, n)``, n being a power of two up to 128; for a batch ``(128, 128)``, too.
+        rule: one of ``SCALE_RULES``, which make scales from amaxes; or ``"encode"``, which
+            multiplies the values by the ``given`` factors; or ``"decode"``, which divides them by
+            the ``given`` scales, for callers without encode factors. Both are a single float32
+            operation with IEEE rounding, whose result ``round_to_fp8`` rounds; both are the same
+            for powers of two. Elements in e2m1 have ``"e2m1 encode"`` and ``"e2m1 decode"``.
+        eps: a smaller amax is raised to this number before it makes a scale.
+        align: the result's sizes are multiples of this; it is ``ALIGN`` for groups and batches.
+        dbias: whether to sum over the rows of the matrix, or of each group; never of a batch.
+        given: factors or scales, a single one or one per block; the transpose uses the same. For a
+            rule that makes scales: known amaxes, one per block of the padded result; for both
+            orientations only if blocks are square; where scales have a second level, one element is
+            the amax of the matrix. For groups and batches: a factor or amax of each, or one for all
+            of them.
+        offs: offsets at which the groups stop, ``[E]``, int32 or int64, in ascending order.
+        plan: the result of ``plan_groups`` for these groups, if known. It changes no result.
+        slot: one element, which is raised to the amax of the matrix; or an element for each group,
+            or matrix of a batch, which stays as it is if the group or matrix has no row.
 
     Returns:
         FP8 data and scales of the matrix; an amax; FP8 data and scales of the transpose; and the
-        column sums, float32. What is not wanted is None, as are scales where factors are given. The
-        amax comes with one orientation, unless it was given: it is what the scales were made of;
-        that of blocks smaller than the matrix comes only where there is no prologue. For groups and
-        batches see ``cast_groups`` and ``cast_batch``.
+        column sums, float32. Results that are not asked for are None, as are scales where factors
+        are given. The amax is that of which the scales were made: it is returned for a single
+        orientation, if it was not given, and for blocks smaller than the matrix only without a
+        prologue. For groups and batches see ``cast_groups`` and ``cast_batch``.
     """
     x = value_of(prologue, inputs, dtype) if prologue else inputs[0]
     if offs is not None:
@@ -92,8 +91,8 @@ def cast(
         else:
             q_t, scale_t = _transposed(q), None if scale is None else _transposed(scale)
         return CastResults(q, scale, None, q_t, scale_t, sums)
-    asks = amaxes is not None and (prologue or given is not None)
-    if asks and not has_amax(prologue, block, given):
+    needs_check = amaxes is not None and (prologue or given is not None)
+    if needs_check and not has_amax(prologue, block, given):
         amaxes = None
     if columnwise:
         return CastResults(None, None, amaxes, q, scale, sums)
@@ -101,12 +100,12 @@ def cast(
 
 
 def has_amax(prologue: str, block: Sequence[int], given: Tensor | None) -> bool:
-    """Whether ``cast`` returns the amaxes that it finds for one orientation."""
+    """Whether ``cast`` returns the amaxes that it computes for a single orientation."""
     return given is None and (not prologue or (block[0] == block[1] == -1))
 
 
 def _transposed(x: Tensor) -> Tensor:
-    """A contiguous copy, also where a transposed view would be contiguous itself."""
+    """Return a contiguous copy, even where the transposed view would be contiguous itself."""
     return x.t().clone(memory_format=torch.contiguous_format)
 
 
@@ -114,9 +113,9 @@ def cast_many_(
     x: Sequence[Tensor], q: Sequence[Tensor], block: Sequence[int], rule: str, eps: float,
     scale: Sequence[Tensor], amax: Sequence[Tensor], given: Sequence[Tensor],
 ) -> None:  # fmt: skip
-    """``cast`` of each matrix ``x`` into the ``q`` that is there for it.
-    With ``"encode"`` for a rule by its ``given`` factors. Else scales are found, and go with their
-    amaxes into the ``scale`` and ``amax`` that are there."""
+    """Cast each matrix of ``x`` into its existing ``q``.
+    The rule ``"encode"`` uses the ``given`` factors. Other rules make scales, and write them and
+    their amaxes to the existing ``scale`` and ``amax``."""
     for index, (matrix, data) in enumerate(zip(x, q, strict=True)):
         factor = given[index] if given else None
         results = quantize(matrix, data.dtype, block, rule, eps, given=factor)
@@ -126,10 +125,10 @@ def cast_many_(
 
 
 def transpose(q: Tensor, align: int = 1, event: Tensor | None = None) -> Tensor:
-    """The transposed matrix of one-byte elements, contiguous and zero-padded.
+    """Transpose a matrix of one-byte elements; the result is contiguous and zero-padded.
 
-    The matrices of a batch, ``[E, M, K]``, are transposed as one that has them below each other:
-    column k of all of them is one row in memory, and none is padded. ``event`` is as in
+    A batch, ``[E, M, K]``, is transposed like a single matrix that has its matrices below each
+    other: column k of all matrices is one row in memory, and nothing is padded. ``event`` is as in
     ``value_of``.
     """
     if q.ndim == 3:

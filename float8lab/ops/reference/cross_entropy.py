@@ -1,7 +1,7 @@
-"""Cross entropy of logits whose vocabulary is sharded, in plain PyTorch.  M tokens, V logits here.
+"""Cross entropy of logits whose vocabulary is sharded.  M tokens, V local logits.
 
-Statistics of each row are computed from the logits here, and combined over the shards by whoever
-knows them; the gradient then needs the logits here and numbers of each row.
+Statistics of each row are computed from the local logits, and the caller combines them over the
+shards; the gradient then needs the local logits and some numbers of each row.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = [
 
 
 def cross_entropy_statistics(logits: Tensor, target: Tensor) -> Tensor:
-    """Reduce each row to what the loss needs of it.
+    """Reduce each row to the statistics that the loss needs.
 
     Args:
         logits: ``[M, V]``, any float.
-        target: ``[M]`` integers: the column of a row's target; below 0, or V and more, is not here.
+        target: ``[M]`` integers: the column of a row's target; it is local if from 0 to V - 1.
 
     Returns:
         ``[4, M]``, float32, or float64 for float64: the largest logit of each row, the sum of
-        ``exp(logit - largest)``, the target's logit, 0 if it is not here, and the sum of the
+        ``exp(logit - largest)``, the target's logit (0 if it is not local), and the sum of the
         logits. A row without a logit above -inf has sum 0.
     """
     x, V = widen(logits), logits.shape[1]
@@ -35,20 +35,20 @@ def cross_entropy_statistics(logits: Tensor, target: Tensor) -> Tensor:
     exp_sum = (x - torch.where(largest == -torch.inf, 0.0, largest)[:, None]).exp().sum(1)
     is_local = (target >= 0) & (target < V)
     if V:
-        place = torch.where(is_local, target, 0).long()
-        target_logit = torch.where(is_local, x.gather(1, place[:, None]).squeeze(1), 0.0)
+        column = torch.where(is_local, target, 0).long()
+        target_logit = torch.where(is_local, x.gather(1, column[:, None]).squeeze(1), 0.0)
     else:
         target_logit = torch.zeros_like(exp_sum)
     return torch.stack([largest, exp_sum, target_logit, x.sum(1)])
 
 
 def cross_entropy_backward(logits: Tensor, target: Tensor, factors: Tensor) -> Tensor:
-    """The gradient of the logits, ``[M, V]`` in their dtype.
+    """Compute the gradient of the logits, ``[M, V]`` in their dtype.
 
     Args:
         factors: ``[4, M]``, float32, or float64 for float64: the logarithm of the sum of the
-            exponentials of a row's logits, over all shards; a factor of the softmax; what is
-            subtracted at the target, and everywhere. A row whose factor is 0 has no softmax.
+            exponentials of a row's logits over all shards; a factor of the softmax; numbers that
+            are subtracted at the target, and everywhere. With factor 0, the softmax counts as 0.
     """
     x, V = widen(logits), logits.shape[1]
     log_sum, factor, at_target, everywhere = (factor_row[:, None] for factor_row in factors)

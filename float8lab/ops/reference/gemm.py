@@ -17,7 +17,7 @@ from float8lab.ops.reference.grouped import SPAN, bounds_of
 __all__ = ["scaled_mm", "scaled_mm_into"]
 
 _Operand = tuple[Tensor, Tensor | None, Sequence[int]]
-"""Data, scales unless it is in high precision, and the block that shares one."""
+"""Data, scales (None in high precision), and the block that shares a scale."""
 
 
 def scaled_mm(
@@ -25,33 +25,33 @@ def scaled_mm(
     b_block: Sequence[int], bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool,
     offs: Tensor | None = None, plan: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``a @ b.T + bias`` of quantized ``a`` [M, K] and ``b`` [N, K], accumulated in float32.
+    """Compute ``a @ b.T + bias`` of quantized ``a`` [M, K] and ``b`` [N, K], summed in float32.
 
-    Or of each of a batch: ``a`` [B, M, K], ``b`` [B, N, K] of any strides, scales of each matrix,
-    and no bias. ``fast_accum`` permits a GPU to accumulate with fewer bits; here it changes
-    nothing. Operands without scales are in high precision.
+    A batch has ``a`` [B, M, K] and ``b`` [B, N, K] of any strides, scales of each matrix, and no
+    bias. ``fast_accum`` permits a GPU to accumulate with fewer bits; this reference ignores it.
+    Operands without scales are in high precision.
 
-    With offsets of groups, ``offs`` [E], and a batch ``b``, [E, N, K], the rows of ``a`` are in
-    groups, each of which is multiplied by its own matrix, and ``bias``, [E, N], added: [M, N], with
-    zeros in the padding rows. With two matrices, [M, L] and [N, L], the contraction is in groups:
-    [E, M, N].
+    ``offs`` [E] are offsets of groups. With a batch ``b``, [E, N, K], the rows of ``a`` are in
+    groups: each group is multiplied by its own matrix, and ``bias``, [E, N], is added. The result
+    is [M, N], with zeros in the padding rows. With two matrices, [M, L] and [N, L], the contraction
+    is in groups, and the result is [E, M, N].
 
-    Operands of groups in FP8 are as ``cast`` gives them, so a contraction has its groups at
-    multiples of ``SPAN``; one scale may also serve all groups of a matrix. In high precision,
-    groups follow each other. ``plan`` is that of ``plan_groups`` for the rows in groups, or those
-    that a transpose had, where several GEMMs share it. It changes nothing.
+    FP8 operands with groups have the layout of ``cast``, so a contraction has its groups at
+    multiples of ``SPAN``; a single scale may also serve all groups of a matrix. In high precision,
+    groups follow each other. ``plan`` is the result of ``plan_groups``, which GEMMs can share; it
+    does not change the result.
     """
     if offs is None:
         return _mm((a, a_scale, a_block), (b, b_scale, b_block), bias, out_dtype)
     contracts, shape = b.ndim == 2, (a.shape[0], b.shape[-2])
     out = a.new_zeros((len(offs), *shape) if contracts else shape, dtype=out_dtype)
-    for index, (start, end, place) in enumerate(bounds_of(offs)):
+    for index, (start, end, start_t) in enumerate(bounds_of(offs)):
         if end == start:
             continue
         if contracts:
             columns = slice(start, end)
             if a_scale is not None:
-                columns = slice(place, place + round_up(end - start, SPAN))
+                columns = slice(start_t, start_t + round_up(end - start, SPAN))
             left = a[:, columns], _scales_of_columns(a_scale, a_block, index, columns), a_block
             right = b[:, columns], _scales_of_columns(b_scale, b_block, index, columns), b_block
             out[index] = _mm(left, right, None, out_dtype)
@@ -64,7 +64,7 @@ def scaled_mm(
 
 
 def _mm(left: _Operand, right: _Operand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """``scaled_mm`` without groups."""
+    """Do ``scaled_mm`` without groups."""
     (a, a_scale, a_block), (b, b_scale, b_block) = left, right
     if a_scale is None or b_scale is None:
         with torch.autocast(a.device.type, enabled=False):
@@ -75,7 +75,7 @@ def _mm(left: _Operand, right: _Operand, bias: Tensor | None, out_dtype: torch.d
         if a_block[0] > 1 or b_block[0] > 1:
             a_scale = expand_scale(a_scale, a_block, (a.shape[-2], 1))
             b_scale = expand_scale(b_scale, b_block, (b.shape[-2], 1))
-        # A lone scale has any shape.
+        # A single scale may have any shape.
         out = out * a_scale * (b_scale if b_scale.ndim < 2 else b_scale.mT)
     else:
         a = (a.float() * expand_scale(a_scale, a_block, a.shape)).contiguous()
@@ -90,7 +90,7 @@ def _mm(left: _Operand, right: _Operand, bias: Tensor | None, out_dtype: torch.d
 def _scales_of_columns(
     scale: Tensor | None, block: Sequence[int], group: int, columns: slice
 ) -> Tensor | None:
-    """The scales of a group's columns of a transpose."""
+    """Return the scales of a group's columns of a transpose."""
     if scale is None:
         return None
     if block[1] != -1:
@@ -99,16 +99,16 @@ def _scales_of_columns(
 
 
 def _scales_of_rows(scale: Tensor | None, group: int, rows: slice) -> Tensor | None:
-    """The scales of a group's rows."""
+    """Return the scales of a group's rows."""
     if scale is None:
         return None
-    of_group = scale[group] if scale.ndim == 3 else scale
-    return of_group if of_group.numel() == 1 else of_group[rows]
+    group_scale = scale[group] if scale.ndim == 3 else scale
+    return group_scale if group_scale.numel() == 1 else group_scale[rows]
 
 
 def scaled_mm_into(
     out: Tensor, a: Tensor, a_scale: Tensor, a_block: Sequence[int], b: Tensor, b_scale: Tensor,
     b_block: Sequence[int], bias: Tensor | None, fast_accum: bool,
 ) -> None:  # fmt: skip
-    """``scaled_mm`` of matrices, written to the ``out`` [M, N] that is there."""
+    """Do ``scaled_mm`` for matrices, and write the result to the existing ``out`` [M, N]."""
     out.copy_(scaled_mm(a, a_scale, a_block, b, b_scale, b_block, bias, out.dtype, fast_accum))

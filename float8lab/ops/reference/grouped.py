@@ -1,18 +1,18 @@
 """Groups of rows: their layout, and their casts.  M rows, K columns, E groups, N rows of a weight.
 
-A matrix whose rows are in groups has the tokens of one expert after those of the one before;
-``offs``, ``[E]``, are the offsets behind the groups. Rows beyond the last offset are padding rows:
-they are taken for zeros, whatever they hold. A batch of matrices, ``[E, N, K]``, are the experts'
-weights, each of which is cast alone; ``offs`` is None then.
+A matrix whose rows are in groups has the tokens of each expert after those of the expert before;
+``offs``, ``[E]``, are the offsets after the groups. Rows after the last offset are padding rows:
+they count as zeros, whatever they hold. A batch of matrices, ``[E, N, K]``, holds the experts'
+weights, each of which is cast separately; then ``offs`` is None.
 
-A matrix in groups is cast to rows where they are, ``[M, K]``, whose columns are padded to a
-multiple of ``ALIGN``. Its transpose is what the weight gradient contracts over the tokens of each
-group. There each group starts at a multiple of ``SPAN`` columns, zeros follow it, and so does a
-group of zeros for the padding rows. So a block of up to 128 tokens never has two experts' tokens,
-the contraction of a group is a whole number of the tensor cores' steps without any mask, and TMA
-reads whole boxes. What it costs: ``padded_rows`` is known without the offsets, on the host, so it
-allows every group 127 columns too many. Starts at multiples of 16 would need a mask on both
-operands in the last step of each group, since 0 times NaN is NaN.
+A rowwise cast of groups leaves the rows in their places, ``[M, K]``, and pads the columns to a
+multiple of ``ALIGN``. The weight gradient contracts the transpose over the tokens of each group. In
+the transpose, each group starts at a multiple of ``SPAN`` columns and is followed by zeros; a group
+of zeros for the padding rows comes last. So a block of up to 128 tokens never has tokens of two
+experts, the contraction of a group is a whole number of the tensor cores' steps without any mask,
+and TMA reads complete boxes. The cost: the host computes ``padded_rows`` without the offsets, so it
+allows 127 additional columns for every group. If groups started at multiples of 16, the last step
+of each would need a mask on both operands, since 0 times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SPAN = 128
 
 
 def padded_rows(rows: int, groups: int) -> int:
-    """Columns of the transpose of so many rows: enough for any sizes of the groups.
+    """Return how many columns the transpose has: enough for any sizes of the groups.
 
-    At most ``min(groups + 1, rows)`` groups have rows; the one more is that of the padding rows.
+    At most ``min(groups + 1, rows)`` groups have rows, since the padding rows are a group, too.
 
     >>> padded_rows(1000, 3), padded_rows(2, 100)
     (1408, 256)
@@ -45,25 +45,25 @@ def padded_rows(rows: int, groups: int) -> int:
 
 
 def bounds_of(offs: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Start and end of each group, and its start in a transpose."""
-    start = place = 0
+    """Yield start and end of each group, and its start in a transpose."""
+    start = start_t = 0
     for end in offs.tolist():
-        yield start, end, place
-        place += round_up(end - start, SPAN)
+        yield start, end, start_t
+        start_t += round_up(end - start, SPAN)
         start = end
 
 
 def plan_groups(offs: Tensor, rows: int | torch.SymInt) -> Tensor:
-    """Which tile of ``SPAN`` rows has which rows of which group: what the kernels look up.
+    """Make the plan that kernels look up: which rows of which group each tile of ``SPAN`` rows has.
 
     Args:
         offs: offsets of the groups, ``[E]``, int32 or int64.
-        rows: of the matrix; those beyond the last end are group E.
+        rows: the rows of the matrix; those after the last offset are group E.
 
     Returns:
-        ``[E + 1 + padded_rows // SPAN, 4]`` int32: of each group, from the largest on, its first
-        tile, how many it has and which group it is; how many tiles there are, and how many group E
-        has; then of each tile its group, its first row and the group's end. All else is 0.
+        ``[E + 1 + padded_rows // SPAN, 4]`` int32. E entries of the groups, the largest first: its
+        first tile, its number of tiles, its index. Then the number of all tiles, and of group E's.
+        Then an entry of each tile: its group, its first row, the group's end. All else is 0.
     """
     starts, stops = [0, *offs.tolist()], [*offs.tolist(), int(rows)]
     groups: list[list[int]] = []
@@ -71,31 +71,31 @@ def plan_groups(offs: Tensor, rows: int | torch.SymInt) -> Tensor:
     for group, (start, end) in enumerate(zip(starts, stops, strict=True)):
         groups.append([len(tiles), -(-max(end - start, 0) // SPAN), group, 0])
         tiles += [[group, row, end, 0] for row in range(start, end, SPAN)]
-    *groups, (_, beyond, _, _) = groups
+    *groups, (_, padding_tiles, _, _) = groups
     groups.sort(key=lambda group: -group[1])
     unused = padded_rows(int(rows), len(offs)) // SPAN - len(tiles)
-    plan = [*groups, [len(tiles), beyond, 0, 0], *tiles, *[[0] * 4] * unused]
+    plan = [*groups, [len(tiles), padding_tiles, 0, 0], *tiles, *[[0] * 4] * unused]
     return torch.tensor(plan, dtype=torch.int32, device=offs.device)
 
 
-_How = tuple[torch.dtype, tuple[int, ...], str, float]
-"""The FP8 format, block, rule and epsilon."""
+_Options = tuple[torch.dtype, tuple[int, ...], str, float]
+"""The FP8 format, block, rule and epsilon of a cast."""
 
 
 def cast_groups(
-    x: Tensor, offs: Tensor, options: _How, rowwise: bool, columnwise: bool, dbias: bool,
+    x: Tensor, offs: Tensor, options: _Options, rowwise: bool, columnwise: bool, dbias: bool,
     given: Tensor | None, slot: Tensor | None,
 ) -> CastResults:  # fmt: skip
-    """``cast`` of a matrix whose rows are in groups.
+    """Do ``cast`` for a matrix whose rows are in groups.
 
-    Every group has the bytes of casting its rows alone: with ``(-1, -1)`` each group has a scale of
-    its own.
+    Every group has the bytes of a cast of its rows alone: with ``(-1, -1)`` each group has a scale
+    of its own.
 
     Returns:
         Data ``[M, K]``; scales ``[E, 1, 1]``, ``[M, 1]`` or ``[M, blocks]``; the amaxes
-        ``[E, 1, 1]`` if they were found for whole groups; the transpose ``[K, padded_rows(M, E)]``,
-        whose columns behind the last group may hold anything; its scales ``[E, 1, 1]``,
-        ``[E, K, 1]`` or ``[K, blocks]``; sums ``[E, K]``. K is padded to ``ALIGN``.
+        ``[E, 1, 1]`` if each group has one scale; the transpose ``[K, padded_rows(M, E)]``, whose
+        columns after the last group may hold anything; its scales ``[E, 1, 1]``, ``[E, K, 1]`` or
+        ``[K, blocks]``; sums ``[E, K]``. K is padded to ``ALIGN``.
     """
     bounds = list(bounds_of(offs))
     (M, K), used = x.shape, bounds[-1][1] if bounds else 0
@@ -104,29 +104,29 @@ def cast_groups(
     for index, (start, end, _) in enumerate(bounds):
         rows = x[start:end]
         if slot is not None and rows.numel():
-            of_group = slot.view(-1)[index]
-            of_group.copy_(torch.maximum(of_group, rows.abs().max().float()))
+            group_slot = slot.view(-1)[index]
+            group_slot.copy_(torch.maximum(group_slot, rows.abs().max().float()))
         if sums is not None:
             sums[index] = rows[:, :K].float().sum(0)
     q, scale, amax = _cast_each(x, [(start, end) for start, end, _ in bounds], options, given, 0)
     q_t = scale_t = None
     if columnwise:
         padded = x.new_zeros(x.shape[1], padded_rows(M, len(bounds)))
-        for start, end, place in bounds:
-            padded[:, place : place + end - start] = x[start:end].t()
-        step = 1 if options[1][1] == -1 else SPAN  # the last blocks of a group end in zeros
-        spans = [(place, place + round_up(end - start, step)) for start, end, place in bounds]
+        for start, end, start_t in bounds:
+            padded[:, start_t : start_t + end - start] = x[start:end].t()
+        step = 1 if options[1][1] == -1 else SPAN  # a group's last block includes zeros
+        spans = [(start_t, start_t + round_up(end - start, step)) for start, end, start_t in bounds]
         q_t, scale_t, _ = _cast_each(padded, spans, options, given, 1)
     return CastResults(q if rowwise else None, scale if rowwise else None, amax, q_t, scale_t, sums)
 
 
 def _cast_each(
-    x: Tensor, spans: Sequence[tuple[int, int]], options: _How, given: Tensor | None, dim: int
+    x: Tensor, spans: Sequence[tuple[int, int]], options: _Options, given: Tensor | None, dim: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Data and scales of a matrix that has groups along a dimension, each cast alone.
+    """Return data and scales of a matrix with groups along a dimension, each cast separately.
 
-    Beyond the groups are zeros. Where blocks span a group, the scales are of each, ``[E, ...]``;
-    its amax is returned, too, where it was found for all of the group.
+    Data outside of the groups are zeros. Where a block spans a group, scales are ``[E, ...]``. The
+    amaxes are returned, too, if a group has a single scale that was made from its amax.
     """
     fp8_dtype, block, rule, _ = options
     given = given if shares_matrix_amax(block, rule) else None
@@ -151,10 +151,10 @@ def _cast_each(
 
 
 def cast_batch(
-    x: Tensor, options: _How, rowwise: bool, columnwise: bool, given: Tensor | None,
+    x: Tensor, options: _Options, rowwise: bool, columnwise: bool, given: Tensor | None,
     slot: Tensor | None,
 ) -> CastResults:  # fmt: skip
-    """``cast`` of each matrix of a batch: ``[E, ...]`` of each result, K and N padded to ``ALIGN``.
+    """Do ``cast`` for each matrix of a batch: results ``[E, ...]``, K and N padded to ``ALIGN``.
 
     With ``(-1, -1)`` each matrix has a scale of its own.
     """
@@ -170,7 +170,7 @@ def cast_batch(
         pairs = zip(matrices, factors, strict=True)
         casts = [quantize(w.t() if transposed else w, *options, given=f) for w, f in pairs]
         columns = zip(*casts, strict=True)
-        return [torch.stack(of)[:E] if of[0] is not None else None for of in columns]
+        return [torch.stack(results)[:E] if results[0] is not None else None for results in columns]
 
     q, scale, amax = cast(False) if rowwise or not columnwise else (None, None, None)
     q_t, scale_t, amax_t = cast(True) if columnwise else (None, None, None)

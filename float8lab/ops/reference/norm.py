@@ -2,9 +2,9 @@
 
 Statistics and all arithmetic are float32, whatever the inputs are (float64 for float64), and
 results are rounded once. ``x`` and ``dy`` are ``[..., K]``, the statistics ``[...]``. The two norms
-differ in ``center``: LayerNorm subtracts the mean and has a bias, RMSNorm does neither. A
-zero-centered gamma is the caller's: it passes ``1 + gamma`` as ``weight``. With a ``scale``, ``x``
-is a matrix, FP8 data in blocks of ``block``, and stands for values in ``dtype``.
+differ in ``center``: LayerNorm subtracts the mean and has a bias, RMSNorm does neither. For a
+zero-centered gamma, the caller passes ``1 + gamma`` as ``weight``. With a ``scale``, ``x`` is a
+matrix of FP8 data, with a scale for each ``block``, which stands for values in ``dtype``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class NormResults(NamedTuple):
-    """The norm, the mean and the reciprocal of the deviation of each row, and an amax."""
+    """The norm; the mean and the reciprocal standard deviation of each row; an amax."""
 
     y: Tensor | None
     mean: Tensor | None
@@ -34,7 +34,7 @@ class NormResults(NamedTuple):
 
 
 def _mean(x: Tensor) -> Tensor:
-    """The mean of each row; 0 where there are no features."""
+    """Return the mean of each row, or 0 if there are no features."""
     return x.sum(1) / max(x.shape[1], 1)
 
 
@@ -43,9 +43,9 @@ def norm(
     scale: Tensor | None = None, block: Sequence[int] = (), write: bool = True,
     want_amax: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
-    """The norm of each row in ``dtype`` if it is to be written, its mean if ``center``, its rstd.
+    """Return the norm of each row in ``dtype`` (if ``write``), its mean (if ``center``), its rstd.
 
-    And the amax ``[1, 1]`` of what the norm gives in ``dtype``, if wanted. What is not is None.
+    Also return the amax ``[1, 1]`` of the norm in ``dtype`` (if ``want_amax``). Others are None.
     """
     if scale is not None:
         x = dequantize(x, scale, block, dtype)
@@ -68,7 +68,7 @@ def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, center: bool,
     dtype: torch.dtype, scale: Tensor | None = None, block: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of x (in ``dtype``), of the weight and of the bias (None unless ``center``)."""
+    """Return gradients of x (in ``dtype``), of weight and of bias (None unless ``center``)."""
     if scale is not None:
         x = dequantize(x, scale, block, dtype)
     shape, rstd = x.shape, rstd.reshape(-1)
@@ -87,7 +87,7 @@ def norm_backward(
 
 
 def empty_stats(x: Tensor, scale: Tensor | None, center: bool) -> tuple[Tensor | None, Tensor]:
-    """Room for the mean and the rstd of every row of ``[..., K]``."""
+    """Allocate the mean and the rstd of every row of ``[..., K]``."""
     wide = torch.promote_types((x if scale is None else scale).dtype, torch.float32)
     rstd = x.new_empty(x.shape[:-1], dtype=wide)
     return torch.empty_like(rstd) if center else None, rstd

@@ -2,8 +2,8 @@
 
 B sequences, H heads, G key/value heads, S queries of each, P positions of a page, D head size.
 
-The specification of ``ops/paged_attention.py``, its oracle, and its implementation on the CPU. A
-sequence's keys lie in the pages that its row of the table names, in order. Keys and values in FP8
+This file is the specification of ``ops/paged_attention.py``, its oracle, and its code on CPUs. A
+sequence's keys are in the pages that its row of the table names, in order. Keys and values in FP8
 have a scale for each vector of D elements.
 """
 
@@ -22,25 +22,25 @@ def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, table: Tensor,
     sequences: Tensor, left: int, right: int, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Attention to a cache that already holds the keys and values of these queries.
+    """Compute attention to a cache that already holds the keys and values of these queries.
 
     Query i of a sequence stands at position ``before + i`` and sees the keys from ``left``
-    positions before it to ``right`` after it. One that sees no key, or lies behind the end, has
-    output 0.
+    positions before it to ``right`` after it. A query that sees no key, or is after the end of its
+    sequence, has output 0.
 
     Args:
         q: ``[B, H, S, D]`` high precision, G dividing H.
         k: ``[pages, G, P, D]`` high precision or FP8.
         v: ``[pages, G, P, Dv]`` of the dtype of k.
         k_scale: ``[pages, G, P, 1]`` float32 decode scales, None in high precision.
-        v_scale: the same of v.
+        v_scale: the same for v.
         table: ``[rows, n]`` int32, the pages of each row's sequence.
         sequences: ``[3, B]`` int32: each sequence's row, the positions before these queries, and
             how many of the S queries it has.
-        left: -1 is no limit, as of ``right``.
+        left: -1 means no limit, as for ``right``.
 
     Returns:
-        ``[B, H, S, Dv]`` in the dtype of q, in memory by token.
+        ``[B, H, S, Dv]`` in the dtype of q, stored by token.
     """
     S = q.shape[2]
     rows, before, lengths = sequences.long()
@@ -56,7 +56,7 @@ def paged_attention(
         seen = seen & (distance <= left)
     if right >= 0:
         seen = seen & (-distance <= right)
-    # What no sequence has written may be NaN, and 0 * NaN is not 0.
+    # Values that no sequence has written may be NaN, and 0 * NaN is not 0.
     values = values.masked_fill(~is_cached[:, None, :, None], 0.0)
     grouped = q.float().unflatten(1, (k.shape[1], -1))
     scores = torch.einsum("bghsd,bgjd->bghsj", grouped, keys) * scale
@@ -68,7 +68,7 @@ def paged_attention(
 
 
 def _gathered(x: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:
-    """The vectors of each sequence, ``[B, G, n * P, D]`` float32."""
+    """Gather the vectors of each sequence, ``[B, G, n * P, D]`` float32."""
     bytes_or_values = x if scale is None else x.view(torch.uint8)  # not every device indexes FP8
     vectors = bytes_or_values[pages].view(x.dtype).float()
     if scale is not None:
@@ -77,14 +77,14 @@ def _gathered(x: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:
 
 
 def write_pages_(x: Tensor, data: Tensor, scale: Tensor | None, tokens: Tensor) -> None:
-    """Put the vectors of a call's tokens where they belong, in place.
+    """Write the vectors of a call's tokens to their pages, in place.
 
     Args:
         x: ``[B, G, S, D]`` high precision.
-        data: ``[pages, G, P, D]``, to whose dtype they are cast.
+        data: ``[pages, G, P, D]``, to whose dtype the vectors are cast.
         scale: ``[pages, G, P, 1]`` float32, for the decode scales of FP8; else None.
-        tokens: ``[4, T]`` int64: each token's row and position in the call, its page, its position
-            there.
+        tokens: ``[4, T]`` int64: each token's batch and position in ``x``, its page, and its
+            position in the page.
     """
     row, token, page, position = tokens
     x = x[row, :, token]  # indices on both sides of a slice: their dimension comes first

@@ -1,11 +1,11 @@
-"""Rows that move to where a map says, and back, in plain PyTorch.
+"""Move rows to where a map says, and back, in plain PyTorch.
 
 T tokens, S places that a token may go to, R rows that tokens go to, H features, B blocks of a row.
 
 A *row map* is ``[T, S + 1]`` int32. ``row_map[t, s]`` is the row that token ``t`` goes to from its
-place ``s``; a number outside ``[0, R)`` means nowhere. The last column is the number of rows that
-tokens fill, the same for every token. No two entries name the same row, and the rows that are
-filled are the first.
+place ``s``; a number outside ``[0, R)`` means no row. The last column is the number of rows that
+tokens fill, the same for every token. No two entries name the same row, and the filled rows are the
+first rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class ScatteredRows(NamedTuple):
-    """The rows, the values that move beside them, and their scales and amaxes."""
+    """The rows, a value of each row, and the rows' scales and amaxes."""
 
     y: Tensor
     row_values: Tensor | None
@@ -33,30 +33,30 @@ class ScatteredRows(NamedTuple):
 
 
 def row_map_of(routing_map: Tensor, experts: int = 0) -> tuple[Tensor, Tensor]:
-    """The row map that puts the tokens of each expert side by side, in their order.
+    """Make the row map that puts the tokens of each expert side by side, in their order.
 
     Args:
-        routing_map: ``[T, S]``. Without ``experts``, bools or integers, not 0 where an expert gets
-            a token; with it, the expert of each place, and none if there is no such expert.
-        experts: E; 0 is one for each place.
+        routing_map: ``[T, S]``. Without ``experts``, bools or integers that are not 0 where an
+            expert gets a token. Otherwise the expert of each place; other numbers mean no expert.
+        experts: E; 0 means that each place is an expert.
 
     Returns:
         - ``[T, S + 1]`` int32: the row map.
-        - ``[E]`` int32: the offset behind the rows of each expert.
+        - ``[E]`` int32: the offset after the rows of each expert.
     """
     T, S = routing_map.shape
     if experts:
-        goes = (routing_map >= 0) & (routing_map < experts)
-        expert = torch.where(goes, routing_map, experts).reshape(-1).long()
+        is_routed = (routing_map >= 0) & (routing_map < experts)
+        expert = torch.where(is_routed, routing_map, experts).reshape(-1).long()
         rows = torch.empty_like(expert)
         rows[expert.argsort(stable=True)] = torch.arange(T * S, device=expert.device)
-        rows = torch.where(goes, rows.view(T, S), -1)
+        rows = torch.where(is_routed, rows.view(T, S), -1)
         counts = expert.bincount(minlength=experts + 1)[:experts]
     else:
-        goes = routing_map != 0
-        by_expert = goes.t().reshape(-1)
+        is_routed = routing_map != 0
+        by_expert = is_routed.t().reshape(-1)
         rows = (by_expert.cumsum(0) * by_expert - 1).view(S, T).t()
-        counts = goes.sum(0)
+        counts = is_routed.sum(0)
     offsets = counts.cumsum(0, dtype=torch.int32)
     row_map = offsets.new_empty((T, S + 1))
     row_map[:, :-1] = rows
@@ -65,10 +65,10 @@ def row_map_of(routing_map: Tensor, experts: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def _moves(row_map: Tensor, rows: int | torch.SymInt) -> tuple[Tensor, Tensor, Tensor]:
-    """Token, place and row of each move, by token and then by place."""
-    to = row_map[:, :-1]
-    token, place = ((to >= 0) & (to < rows)).nonzero(as_tuple=True)
-    return token, place, to[token, place].long()
+    """Return token, place and row of each move, ordered by token and then by place."""
+    row_numbers = row_map[:, :-1]
+    token, place = ((row_numbers >= 0) & (row_numbers < rows)).nonzero(as_tuple=True)
+    return token, place, row_numbers[token, place].long()
 
 
 def scatter_rows(
@@ -80,18 +80,18 @@ def scatter_rows(
     Args:
         x: ``[T, H]``, any float, or bytes, which move as they are.
         probs: ``[T, S]``, any float.
-        merged: ``[R, H]``, the rows that ``gather_rows`` multiplied by ``probs`` and added up, of
-            which ``x`` is the gradient: with it, the results are the gradients of both.
-        scale: ``[T, B]`` float32, of the tokens.
+        merged: ``[R, H]``, rows that ``gather_rows`` multiplied by ``probs`` and added up. ``x`` is
+            the gradient of that sum; the results are the gradients of ``merged`` and ``probs``.
+        scale: ``[T, B]`` float32, scales of the tokens.
         amax: ``[T, B]`` float32, given with ``scale``.
 
     Returns:
-        - ``[R, H]``: the rows; times ``probs`` with ``merged``.
-        - ``[R]``: the probabilities of the rows, 0 where nothing is; with ``merged``, ``[T, S]``:
-          ``x`` times ``merged``, summed over H in float32, 0 where nothing went. None
+        - ``[R, H]``: the rows; with ``merged``, times ``probs``.
+        - ``[R]``: the probabilities of the rows, 0 for an empty row; with ``merged``, ``[T, S]``:
+          ``x`` times ``merged``, summed over H in float32, 0 for a place without a row. None
           without ``probs``.
-        - ``[R, B]``: scales of the rows, 1 where nothing is. None without ``scale``.
-        - ``[R, B]``: amaxes of the rows, 0 where nothing is. None without ``scale``.
+        - ``[R, B]``: scales of the rows, 1 for an empty row. None without ``scale``.
+        - ``[R, B]``: amaxes of the rows, 0 for an empty row. None without ``scale``.
     """
     token, place, row = _moves(row_map, rows)
     y, moved = x.new_zeros((rows, x.shape[1])), x[token]
@@ -121,15 +121,15 @@ def gather_rows(
 
     Args:
         y: ``[R, H]``, any float, FP8 too.
-        dtype: of the sums; in float64 they are added up in float64.
-        probs: ``[T, S]``, any float, that the rows are multiplied by.
-        row_values: ``[R]``, any float: one more number of each row.
-        scale: ``[R, B]`` float32, that ``y`` is multiplied by.
+        dtype: the dtype of the sums; sums in float64 are also added up in float64.
+        probs: ``[T, S]``, any float, by which the rows are multiplied.
+        row_values: ``[R]``, any float: an additional number of each row.
+        scale: ``[R, B]`` float32, by which ``y`` is multiplied.
         block: columns that share a scale.
 
     Returns:
-        - ``[T, H]``: the sums in ``dtype``; 0 for a token that went nowhere.
-        - ``[T, S]``: ``row_values`` at the row of a place, 0 where nothing went; None without it.
+        - ``[T, H]``: the sums in ``dtype``; 0 for a token without rows.
+        - ``[T, S]``: the row value of each place, 0 for a place without a row; None without values.
     """
     token, place, row = _moves(row_map, y.shape[0])
     wide = torch.promote_types(dtype, torch.float32)
@@ -140,22 +140,22 @@ def gather_rows(
     if probs is not None:
         terms *= probs[token, place].to(wide)[:, None]
     x.index_add_(0, token, terms)
-    back = None
+    place_values = None
     if row_values is not None:
-        back = row_values.new_zeros((row_map.shape[0], row_map.shape[1] - 1))
-        back[token, place] = row_values[row]
-    return x.to(dtype), back  # type: ignore[return-value]  # see declare
+        place_values = row_values.new_zeros((row_map.shape[0], row_map.shape[1] - 1))
+        place_values[token, place] = row_values[row]
+    return x.to(dtype), place_values  # type: ignore[return-value]  # see declare
 
 
 def empty_row_map(of: Any) -> tuple[Tensor, Tensor]:
-    """Room for the row map of a routing map, and for the offsets of the experts' rows."""
+    """Allocate the row map of a routing map, and the offsets of the experts' rows."""
     T, S = of.routing_map.shape
     row_map = of.routing_map.new_empty((T, S + 1), dtype=torch.int32)
     return row_map, row_map.new_empty(of.experts or S)
 
 
 def scatter_outputs(of: Any) -> tuple[Tensor | None, ...]:
-    """Room for the rows, for what moves beside them, and for their scales and amaxes."""
+    """Allocate the rows, a value of each row, and their scales and amaxes."""
     row_values = scale = amax = None
     if of.probs is not None:
         row_values = of.probs.new_empty((of.rows,) if of.merged is None else of.probs.shape)
@@ -180,8 +180,8 @@ gather_rows_op = declare(
 
 
 def row_tokens(row_map: Tensor, rows: int | torch.SymInt) -> Tensor:
-    """The token that goes to each row, ``[rows]`` int32, or -1 where none does."""
-    # Bytes move as they are, and rows that no token fills are zeros.
+    """Return the token that goes to each row, ``[rows]`` int32, or -1 for an empty row."""
+    # ``scatter_rows_op`` moves bytes unchanged, and leaves zeros in rows that no token fills.
     count = row_map.shape[0]
     numbers = torch.arange(1, count + 1, dtype=torch.int32, device=row_map.device)
     moved = scatter_rows_op(numbers.view(torch.uint8).view(count, 4), row_map, rows)[0]

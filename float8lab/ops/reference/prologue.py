@@ -3,14 +3,14 @@
 - ``""``: no prologue, a matrix ``[M, K]`` itself;
 - ``"layer_norm"``: from x [M, K], rstd [M], weight [K], mean [M], bias [K];
 - ``"rms_norm"``: from x [M, K], rstd [M], weight [K];
-- ``"permute"``: from x [T, K] and token [M] int32: each row is that row of x, or zeros where the
-  number is negative;
+- ``"permute"``: from x [T, K] and token [M] int32: each row is the row of x that ``token`` names,
+  or zeros where ``token`` is negative;
 - ``"multiply"``: from a [M, K] and b [M, K];
-- ``"dequantize"``, which is no cast's: from FP8 data [M, K] and their scales;
+- ``"dequantize"``, which no cast has: from FP8 data [M, K] and their scales;
 - an activation: from h [M, K], or [M, 2 K] if it gates;
 - an activation and ``"_backward"``: from h [M, K], dy [M, K], or [M, K / 2] if it gates.
 
-Of an activation that is written, not cast, the inputs may have any dimensions before the last.
+If an activation is written, not cast, its inputs may have any dimensions before the last.
 
 All arithmetic is float32 (float64 for float64), rounded once at the end. Functions that involve an
 exponential are written as ``x * sigmoid(g(x))``, as the kernels compute them; only the exponential
@@ -57,7 +57,7 @@ _TWICE_ROOT_2_OVER_PI = 1.5957691216057308  # 0.5 * (1 + tanh(u)) is sigmoid(2 *
 
 
 def _gate(function: str, x: Tensor) -> tuple[Tensor, Tensor | float]:
-    """``sigmoid(g(x))`` and ``g'(x)`` of the functions that are ``x * sigmoid(g(x))``."""
+    """Compute ``sigmoid(g(x))`` and ``g'(x)`` of the functions that are ``x * sigmoid(g(x))``."""
     inner = x
     slope: Tensor | float = 1.0
     if function == "gelu":
@@ -87,7 +87,7 @@ def _derivative(function: str, x: Tensor) -> Tensor:
 
 
 def _activate(name: str, h: Tensor) -> Tensor:
-    """The activation of ``h``: ``[M, F]``, or ``[M, 2 F]`` of a gated one, to ``[M, F]``."""
+    """Apply an activation to ``h``, ``[M, F]`` or, if it gates, ``[M, 2 F]``; return ``[M, F]``."""
     function, gated = ACTIVATIONS[name]
     if not gated:
         return _apply(function, h)
@@ -103,22 +103,22 @@ def _clamped_pairs(h: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _activate_backward(name: str, h: Tensor, dy: Tensor) -> Tensor:
-    """Gradient of ``h`` from that of the activation, of the shape of ``h``."""
+    """Compute the gradient of ``h``, in its shape, from ``dy``, that of the activation."""
     function, gated = ACTIVATIONS[name]
     if not gated:
         return dy * _derivative(function, h)
     if function == "clamped":
         a, b = _clamped_pairs(h)
         dh = torch.stack((dy * (b + 1.0) * _derivative("qgelu", a), dy * _apply("qgelu", a)), -1)
-        beyond = h.abs() > _LIMIT
-        beyond[..., ::2] = h[..., ::2] > _LIMIT
-        return torch.where(beyond, 0.0, dh.view_as(h))
+        is_clamped = h.abs() > _LIMIT
+        is_clamped[..., ::2] = h[..., ::2] > _LIMIT
+        return torch.where(is_clamped, 0.0, dh.view_as(h))
     a, b = h.chunk(2, dim=-1)
     return torch.cat((dy * b * _derivative(function, a), dy * _apply(function, a)), dim=-1)
 
 
 def widen(x: Tensor) -> Tensor:
-    """``x`` in the dtype of the arithmetic: float32, or float64 if it is that."""
+    """Convert ``x`` to the dtype of the arithmetic: float32, or float64 for float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -132,7 +132,7 @@ def apply_norm(
 
 
 def prologue_shape(prologue: str, inputs: Sequence[Tensor]) -> tuple[int, ...]:
-    """The shape of what a prologue gives: rows and columns."""
+    """Return the shape of a prologue's values: rows and columns."""
     *rows, columns = inputs[0].shape
     if prologue == "permute":
         return inputs[1].shape[0], columns
@@ -151,14 +151,14 @@ def value_of(
     prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, block: Sequence[int] = (),
     event: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The values of a prologue in high precision, contiguous.
+    """Compute the values of a prologue in high precision, contiguous.
 
     Args:
         prologue: one of those above, other than ``""``.
         dtype: the values are rounded to it once.
         block: of the scales that ``"dequantize"`` takes.
-        event: for graphs: what backward computes from the forward's tensors alone, a partitioner
-            moves into the forward and keeps until then, unless it needs a tensor of backward, too.
+        event: a tensor of the backward, for graphs. A partitioner moves what needs only tensors of
+            the forward into the forward, and keeps it until the backward; ``event`` prevents that.
     """
     if prologue == "dequantize":
         return dequantize(inputs[0], inputs[1], block, dtype)

@@ -13,19 +13,19 @@ __all__ = ["rotate", "rotate_op"]
 
 
 def rotate(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
-    """Turn pairs of features by angles.
+    """Rotate pairs of features by angles.
 
     Args:
         t: ``[A, B, H, D]``.
-        cos: cosines of the angles, float32 ``[A, B, 1, R]`` or 1 in the place of A or B; R is even.
-        sin: sines.
+        cos: cosines of the angles, float32 ``[A, B, 1, R]``, where A or B may be 1; R is even.
+        sin: sines of the angles.
         interleaved: pairs are neighbours, ``(0, 1), (2, 3) ...``, not halves,
             ``(0, R / 2), (1, R / 2 + 1) ...``.
-        back: the transposed map instead, which gradients take; where both of a pair have one angle
-            it rotates the other way.
+        back: apply the transposed map, as for gradients; if both features of a pair have the same
+            angle, it rotates the other way.
 
     Returns:
-        Shape and dtype of ``t``, contiguous; rotated in float32. Features from R on are copied.
+        A contiguous tensor like ``t``, rotated in float32. Features from R on are copied.
     """
     R = cos.shape[-1]
     rotated, copied = t[..., :R].float(), t[..., R:]

@@ -1,7 +1,7 @@
-"""Which experts get a token, and how much of each, in plain PyTorch.  T tokens, E experts.
+"""Choose the experts of each token, and their probabilities.  T tokens, E experts.
 
-Scores are softmax, sigmoid or sqrt(softplus) of the logits, in float32. Of equal scores the one of
-the first expert is larger, and NaN is larger than any.
+Scores are softmax, sigmoid or sqrt(softplus) of the logits, in float32. Among equal scores, that of
+the first expert counts as larger, and NaN counts as larger than any score.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 LEAST_SUM = 1e-20
-"""Added to sums of scores that scores are divided by."""
+"""This is added to a sum of scores before scores are divided by the sum."""
 
 
 def _pointwise(z: Tensor, score_function: str) -> Tensor:
@@ -30,7 +30,7 @@ def _pointwise(z: Tensor, score_function: str) -> Tensor:
 
 
 def _best(ranked: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest of each row, in order, and their places."""
+    """Return the largest ``count`` scores of each row, in order, and their indices."""
     order = ranked.sort(dim=-1, descending=True, stable=True)
     return order.values[..., :count], order.indices[..., :count]
 
@@ -42,7 +42,7 @@ def _marked(like: Tensor, places: Tensor) -> Tensor:
 def shares(
     z: Tensor, chosen: Tensor, topk: int, score_function: str, pre_softmax: bool
 ) -> tuple[Tensor, Tensor]:
-    """Scores of all experts, and what scores are divided by to be probabilities."""
+    """Return scores of all experts, and the divisor that makes them probabilities."""
     if score_function == "softmax":
         z = z if pre_softmax else z.masked_fill(~chosen, -torch.inf)
         return z.softmax(-1), z.new_ones(())
@@ -60,20 +60,20 @@ def route(
 
     Args:
         logits: ``[T, E]``, any float.
-        expert_bias: ``[E]``, any float, added to the scores by which experts are chosen, and to no
+        expert_bias: ``[E]``, any float, added to the scores by which experts are chosen, but to no
             probability.
         score_function: one of ``SCORE_FUNCTIONS``.
-        pre_softmax: of softmax, over all experts; else over those that are chosen, by their logits.
-        num_groups: with ``group_topk``, only experts of the best groups are chosen. A group is
-            E / num_groups neighbours, and as good as the sum of its ``topk // group_topk`` best.
-        group_topk: how many groups; 0 is all of them.
-        dense: the scores of all experts, divided by their sum, in place of probabilities; softmax
-            is over all.
+        pre_softmax: whether softmax is over all experts; else over those with the best logits.
+        num_groups: with ``group_topk``, only experts of the best groups are chosen. A group has
+            E / num_groups neighbours, and the sum of its best ``topk // group_topk`` scores counts.
+        group_topk: how many groups are chosen; 0 means all groups.
+        dense: return the scores of all experts, divided by their sum, in place of probabilities;
+            softmax is over all experts then.
 
     Returns:
         - ``[T, E]``: the scores of the chosen experts times ``scaling``, 0 elsewhere, in the dtype
-          of ``logits``. Other scores than softmax are divided by their sum over the chosen, where
-          ``topk`` is above 1. With ``dense`` in float32.
+          of ``logits``. If ``topk`` is above 1, scores other than softmax are divided by their sum
+          over the chosen experts. With ``dense``, the result is in float32.
         - ``[T, E]`` bool: which experts are chosen.
     """
     z, softmax = widen(logits), score_function == "softmax"
@@ -103,11 +103,11 @@ def route_backward(
     dprobs: Tensor, logits: Tensor, routing_map: Tensor, topk: int, score_function: str,
     pre_softmax: bool, scaling: float, dense: bool,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the logits, ``[T, E]`` in their dtype.
+    """Compute the gradient of the logits, ``[T, E]`` in their dtype.
 
     Args:
-        dprobs: ``[T, E]``, of the probabilities; of the scores with ``dense``. The other arguments
-            are as ``route`` took them, and gave ``routing_map``.
+        dprobs: ``[T, E]``, gradient of the probabilities, or with ``dense`` of the scores. Other
+            arguments are those of ``route``, and the ``routing_map`` that it returned.
     """
     z = widen(logits)
     if dense:
