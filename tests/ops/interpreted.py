@@ -281,8 +281,13 @@ def check_prepared_gradients() -> None:
         lse, max_scores = torch.randn(2, B, H, S)
         lse[0, 0, 4] = max_scores[0, 0, 4] = -torch.inf  # it sees no key
         cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+        token, tokens = None, (dout, out)
+        if ends is not None:  # the tokens of packed sequences lay elsewhere
+            token = torch.randperm(S, dtype=torch.int32)
+            token[ends[-1] :] = ~token[ends[-1] :]
+            tokens = [attention.reference.unpack_tokens(x, token) for x in tokens]
         d, transposed, rows, weights, counters = attention_backward._prepare(
-            dout, out, lse, max_scores, v_scale, cu_seqlens
+            *tokens, token, lse, max_scores, v_scale, cu_seqlens
         )
         assert counters.tolist() == [0, 0]
         turned = d.view(torch.uint8).mT.unflatten(3, (-1, 16))[..., ORDER].flatten(3)

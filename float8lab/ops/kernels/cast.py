@@ -30,6 +30,7 @@ from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles, takes_tiles
 from float8lab.ops.kernels.dequantize import transpose
+from float8lab.ops.kernels.grouped_cast import _amax_rows_kernel as find_amaxes_of_rows
 from float8lab.ops.kernels.grouped_cast import cast_groups
 from float8lab.ops.kernels.prologue import Matrix, load, load_words, tile_of_program
 from float8lab.ops.kernels.prologue import _amax_kernel as find_amax
@@ -93,26 +94,6 @@ def amax_of(
     return partial if prologue else partial.amax().view(1, 1)
 
 
-@launched
-def _amax_rows_columns_kernel(
-    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns, zero at first
-    M, K, ROWS,
-    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
-    VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    tile_m, tile_k = tile_of_program(K, VALUES, TILE_M, TILE_K)
-    rows = tile_m * TILE_M + tl.arange(0, TILE_M)
-    columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
-    y = load(inputs, rows, columns, tile_k, M, K, VALUES, TILE_K)
-    bits = _common.abs_bits(y.to(tl.float32))
-    if ROWWISE:
-        tl.atomic_max(amax_ptr + rows, tl.max(bits, 1), mask=rows < M, sem="relaxed")
-    if COLUMNWISE:
-        tl.atomic_max(amax_ptr + ROWS + columns, tl.max(bits, 0), mask=columns < K, sem="relaxed")
-
-
 def _amax_rows_columns(
     matrix: Matrix, amaxes: Tensor, rows: int, tile: _common.Tile, rowwise: bool, columnwise: bool
 ) -> None:
@@ -122,9 +103,10 @@ def _amax_rows_columns(
     if not prologue:
         tile = _AMAX if inputs[0].element_size() == 2 else _AMAX_OF_FLOAT32
     tensors, constants = prologues.arguments_of(*matrix, tile)
-    _amax_rows_columns_kernel[_common.grid_of(shape, tile)](
-        *tensors, amaxes, *shape, rows, ROWWISE=rowwise, COLUMNWISE=columnwise, **constants
-    )
+    find_amaxes_of_rows[_common.grid_of(shape, tile)](
+        *tensors, None, amaxes, *shape, 1, 0, *shape, rows,
+        ROWWISE=rowwise, COLUMNWISE=columnwise, **constants,
+    )  # fmt: skip
 
 
 def _scales_of_rows(

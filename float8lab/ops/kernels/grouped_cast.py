@@ -96,12 +96,12 @@ def _rows_of_slice(plan_ptr, index, SLICES: tl.constexpr):
 
 
 @triton.jit
-def _rows_of_tile(tile_m, plan_ptr, M, E, ROWS):
+def _rows_of_tile(tile_m, plan_ptr, M, E, ROWS, TILE_M: tl.constexpr):
     """Return a tile's group or matrix, first row, and the limits of rows to read and to write."""
     if plan_ptr is None:
-        tiles = tl.cdiv(ROWS, 128)
+        tiles = tl.cdiv(ROWS, TILE_M)
         group = tile_m // tiles
-        row = (tile_m % tiles) * 128
+        row = (tile_m % tiles) * TILE_M
         end = tl.zeros([], tl.int64) + M
         limit = tl.zeros([], tl.int64) + ROWS
     else:
@@ -184,16 +184,16 @@ def _factors_kernel(
 
 
 @launched
-def _amax_rows_of_groups_kernel(
+def _amax_rows_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    plan_ptr,
+    plan_ptr,  # as ``_cast_groups_kernel`` takes it; a matrix is a batch of one
     amax_ptr,  # int32 bit patterns, zero at first: of all rows, then of the columns of each group
     M, K, E, stride_ae, ROWS, COLUMNS, ALL_ROWS,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K)
-    group, row, end, _ = _rows_of_tile(tile_m, plan_ptr, M, E, ROWS)
+    group, row, end, _ = _rows_of_tile(tile_m, plan_ptr, M, E, ROWS, TILE_M)
     if row < end:
         first = row
         if plan_ptr is None:
@@ -269,7 +269,7 @@ def _cast_groups_kernel(  # noqa: PLR0915
 ):  # fmt: skip
     fp8: tl.constexpr = (q_ptr if q_t_ptr is None else q_t_ptr).dtype.element_ty
     tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K, FROM_END, VALUES.halves)
-    group, row, end, limit = _rows_of_tile(tile_m, plan_ptr, M, E, ROWS)
+    group, row, end, limit = _rows_of_tile(tile_m, plan_ptr, M, E, ROWS, TILE_M)
     start_t, limit_t = tile_m * TILE_M, ACROSS
     if plan_ptr is not None:
         limit_t = tl.where(row < end, ACROSS, 0)
@@ -539,7 +539,7 @@ def _scales_of_rows(
     amaxes = first.new_zeros(all_rows + E * columns, dtype=torch.int32)
     tile = _tile_of(matrix[0])
     tensors, constants = prologues.arguments_of(*matrix, tile)
-    _amax_rows_of_groups_kernel[(tiles * _common.ceil_div(columns, tile.columns),)](
+    _amax_rows_kernel[(tiles * _common.ceil_div(columns, tile.columns),)](
         *tensors, plan, amaxes, *layout[1:], rows, columns, all_rows,
         ROWWISE=rowwise, COLUMNWISE=columnwise, **constants,
     )  # fmt: skip
