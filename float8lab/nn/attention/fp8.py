@@ -62,8 +62,7 @@ def why_not_fp8(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, precision: AttentionPrecision
 ) -> str | None:
     """Return why attention stays in high precision; None if Hopper's kernel takes the call."""
-    # The kernel's limits hold on a CPU, too. Any other call would have to hold the scores in
-    # memory.
+    # The kernel's limits hold on a CPU, too: a call beyond them would need memory for all scores.
     if q.dtype == torch.float64:
         return "float64 stays in high precision"
     heads = q.shape[3], v.shape[3]

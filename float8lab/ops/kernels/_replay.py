@@ -206,7 +206,7 @@ class _Recording(TorchDispatchMode):
         return out
 
     def _take(self, function: Any, args: Any, kwargs: dict[str, Any], out: Tensor | None) -> int:
-        """Add a step that returns ``out``, and return its number; None is an in-place step's."""
+        """Add a step that returns ``out``, and return its number; None marks an in-place step."""
         self.fits &= not _has_tensor(kwargs.values())
         args = self._numbered(args)
         number = None

@@ -114,8 +114,8 @@ def _scales_of_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return scales of rows and columns, the encode factors of both, and the columns' amaxes.
 
-    The amaxes are None unless only the columns are cast, of a matrix without a prologue. ``given``
-    are amaxes of the columns that the caller knows; then only the columns are cast, too.
+    The amaxes are None unless only the columns are cast, of a matrix without a prologue. If the
+    amaxes of the columns are ``given``, only the columns are cast.
     """
     first, (fp8_dtype, _, rule, eps, align) = matrix[1][0], options
     rows, columns = (round_up(size, align) for size in prologue_shape(*matrix[:2]))

@@ -65,7 +65,7 @@ def route(
         score_function: one of ``SCORE_FUNCTIONS``.
         pre_softmax: whether softmax is over all experts; else over those with the best logits.
         num_groups: with ``group_topk``, only experts of the best groups are chosen. A group has
-            E / num_groups neighbours, and the sum of its best ``topk // group_topk`` scores counts.
+            E / num_groups neighbours, ranked by the sum of its best ``topk // group_topk`` scores.
         group_topk: how many groups are chosen; 0 means all groups.
         dense: return the scores of all experts, divided by their sum, in place of probabilities;
             softmax is over all experts then.
