@@ -104,7 +104,7 @@ def _amax_rows_columns(
         tile = _AMAX if inputs[0].element_size() == 2 else _AMAX_OF_FLOAT32
     tensors, constants = prologues.arguments_of(*matrix, tile)
     find_amaxes_of_rows[_common.grid_of(shape, tile)](
-        *tensors, None, amaxes, *shape, 1, 0, *shape, rows,
+        *tensors, None, amaxes, *shape, None, 0, *shape, rows,
         ROWWISE=rowwise, COLUMNWISE=columnwise, **constants,
     )  # fmt: skip
 

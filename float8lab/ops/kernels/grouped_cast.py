@@ -98,7 +98,9 @@ def _rows_of_slice(plan_ptr, index, SLICES: tl.constexpr):
 @triton.jit
 def _rows_of_tile(tile_m, plan_ptr, M, E, ROWS, TILE_M: tl.constexpr):
     """Return a tile's group or matrix, first row, and the limits of rows to read and to write."""
-    if plan_ptr is None:
+    if E is None:  # one matrix
+        group, row, end, limit = 0, tile_m * TILE_M, M, ROWS
+    elif plan_ptr is None:
         tiles = tl.cdiv(ROWS, TILE_M)
         group = tile_m // tiles
         row = (tile_m % tiles) * TILE_M
@@ -186,7 +188,7 @@ def _factors_kernel(
 @launched
 def _amax_rows_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    plan_ptr,  # as ``_cast_groups_kernel`` takes it; a matrix is a batch of one
+    plan_ptr,  # from ``plan_groups``; None for a batch, or for one matrix, whose E is None
     amax_ptr,  # int32 bit patterns, zero at first: of all rows, then of the columns of each group
     M, K, E, stride_ae, ROWS, COLUMNS, ALL_ROWS,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
@@ -196,7 +198,7 @@ def _amax_rows_kernel(
     group, row, end, _ = _rows_of_tile(tile_m, plan_ptr, M, E, ROWS, TILE_M)
     if row < end:
         first = row
-        if plan_ptr is None:
+        if plan_ptr is None and E is not None:
             a_ptr += group * stride_ae
             first += group * ROWS
         local = tl.arange(0, TILE_M)
