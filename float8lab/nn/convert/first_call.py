@@ -98,30 +98,32 @@ class FirstCall(CallHooks):
             vars(layer)[UNSEEN] = True
         warnings.warn(
             f"{len(unseen)} converted layers did not run in the model's first call, though layers "
-            f"beside them did: {', '.join(unseen)}. If the module above one reads its weight "
-            "instead of calling it, that GEMM is in high precision; conversion_report(model) "
-            "marks these layers. Name them in exclude to leave them as they are.",
+            f"beside them did or their weights were used: {', '.join(unseen)}. If the module above "
+            "one reads its weight instead of calling it, that GEMM is in high precision; "
+            "conversion_report(model) marks these layers. Exclude them to leave them as they are.",
             stacklevel=3,
         )
 
 
 def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dict[str, nn.Module]:
-    """Converted layers that did not run while others of the same parent did, by name."""
-    # Layers of experts without tokens or of skipped blocks are not among them: nothing of their
-    # parent ran. Where autograd recorded the call, nor are those whose weight it does not know,
-    # such as a projection of images when the batch has none.
+    """Converted layers that did not run though layers beside them did or outputs depend on them."""
+    # Where autograd recorded the call, layers whose weight it does not know are not among them,
+    # such as those of skipped blocks, or a projection of images when the batch has none.
     users = users_of(model.modules())
     reached = _reached(outputs)
     unseen: dict[str, nn.Module] = {}
     for prefix, parent in model.named_modules():
-        if not _runs_its_layers(parent) or ran.isdisjoint(precisions_below(parent)):
-            continue
-        for name, layer in parent.named_children():
+        parent_ran = not ran.isdisjoint(precisions_below(parent))
+        for name, layer in parent.named_children() if _runs_its_layers(parent) else ():
             if not isinstance(layer, (Linear, OtherLinear)) or layer._fp8.recipe is None:
                 continue
             weight = layer._parameters.get("weight")
-            precisions = {getattr(user, "_fp8", None) for user, _ in users.get(id(weight), [])}
-            if ran.isdisjoint({layer._fp8, *precisions}) and _may_be_read(weight, reached):
+            states = [getattr(user, "_fp8", None) for user, _ in users.get(id(weight), [])]
+            # One that ran before the call, such as a layer in a CUDA graph, may run unseen.
+            is_only_user = states == [layer._fp8] and layer._fp8._last is None
+            if not ran.isdisjoint([layer._fp8, *states]) or not (parent_ran or is_only_user):
+                continue
+            if _is_read(weight, reached, parent_ran):
                 unseen[f"{prefix}.{name}" if prefix else name] = layer
     return unseen
 
@@ -138,12 +140,12 @@ def _runs_its_layers(parent: nn.Module) -> bool:
     return type(parent).forward is not nn.Module.forward and TRAINED_COPIES not in parent._modules
 
 
-def _may_be_read(weight: Any, reached: set[int] | None) -> bool:
-    """Whether the outputs may depend on a weight; ``reached`` are ids of those that they do."""
+def _is_read(weight: Any, reached: set[int] | None, parent_ran: bool) -> bool:
+    """Whether outputs seem to depend on a weight; ``reached`` are ids of those that they do."""
     # FSDP2 put a sharded parameter in the place of the one that autograd knows.
-    if reached is None or weight is None or is_dtensor(weight):
-        return True
-    return not weight.requires_grad or id(weight) in reached
+    if reached is None or weight is None or is_dtensor(weight) or not weight.requires_grad:
+        return parent_ran
+    return id(weight) in reached
 
 
 def _reached(outputs: list[Tensor]) -> set[int] | None:
@@ -158,8 +160,8 @@ def _reached(outputs: list[Tensor]) -> set[int] | None:
             leaves.add(id(node.variable))
         if "CheckpointFunction" in node.name():  # autograd did not see what it called
             return None
-        # A compiled function has the weights of layers that ran compiled.
-        is_compiled = "CompiledFunction" in node.name()
+        # Compiled calls, by backends with AOTAutograd or without, have weights of layers that ran.
+        is_compiled = any(name in node.name() for name in ("CompiledFunction", "ApplyTemplate"))
         successors = {n for n, _ in node.next_functions if n is not None} - seen
         following = [n for n in successors if not is_compiled or not hasattr(n, "variable")]
         nodes += following

@@ -52,6 +52,18 @@ def converted(recipe: Any = None) -> Model:
     return float8lab.convert_to_float8(Model(), recipe)
 
 
+class AttentionPool(nn.Module):
+    """Reads the weights of all its layers, as the pooling of CLIP's convolutional models does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(16, 16), nn.Linear(16, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = F.linear(x, self.kv.weight, self.kv.bias).chunk(2, -1)
+        return F.scaled_dot_product_attention(F.linear(x, self.q.weight), k, v)
+
+
 def hooks(model: nn.Module) -> int:
     return len(model._forward_hooks) + len(model._forward_pre_hooks)
 
@@ -76,6 +88,28 @@ def test_one_warning_a_mark_and_a_reason(recipe: Any) -> None:
     # And what is converted again is looked at again.
     with told:
         float8lab.convert_to_float8(model)(X)
+
+
+def test_a_module_that_reads_the_weights_of_all_its_layers() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.body = nn.Embedding(5, 16), nn.Linear(16, 16)
+            self.pool = AttentionPool()
+            self.skipped = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 5))
+            self.skipped[1].weight = self.embed.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.pool(self.body(self.embed(x)))
+
+    model = float8lab.convert_to_float8(Pooled())
+    with pytest.warns(UserWarning, match=r"2 converted layers did not run.*: pool.q, pool.kv\."):
+        model(torch.ones(2, 3, dtype=torch.long)).sum().backward()
+    skipped = float8lab.conversion_report(model).skipped
+    assert [layer.name for layer in skipped] == ["pool.q", "pool.kv"]
+    model = float8lab.convert_to_float8(Pooled())
+    model.pool.q(X), model.pool.kv(X)  # as when CUDA graphs of the module are made
+    model(torch.ones(2, 3, dtype=torch.long)).sum().backward()
 
 
 def test_a_call_that_raises_is_not_the_first() -> None:
@@ -132,6 +166,15 @@ def test_compiled_without_a_break_and_not_again() -> None:
     model(X)["y"][0].sum().backward()
     with torch._dynamo.config.patch(error_on_recompile=True):
         model(X)["y"][0].sum().backward()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_layers_that_ran_compiled_are_not_named(backend: str) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), nn.Linear(16, 16))
+    float8lab.convert_to_float8(model)[0].compile(fullgraph=True, backend=backend)
+    model(X).sum().backward()
+    assert not float8lab.conversion_report(model).skipped
 
 
 def test_export_writes_what_the_model_multiplies_by(tmp_path: Any) -> None:
