@@ -5,7 +5,7 @@
 Needs a CUDA GPU. 32 heads of 128 features. ``DotProductAttention`` is ours; in FP8 its inputs and
 the gradient of its output are bfloat16, and the times contain their casts. The baseline is cuDNN in
 bfloat16; for windows and packed sequences, torch's flash attention, which has both. All are
-compared with float32 arithmetic, head by head. FLOPs are those of two matrix products forward and
+compared with float32 arithmetic, head by head. FLOPs are those of two GEMMs forward and
 five backward, for the scores that a mask shows. The floor is these FLOPs at the rate of the fastest
 GEMM of the same precision, and every tensor moved once.
 
@@ -40,7 +40,7 @@ __all__ = ["SUBJECT", "AttentionSize", "Problem", "exact", "main", "rows"]
 BF16_FLOOR_DB = 35.0
 """Rounding the probabilities and the output to bfloat16 leaves more than 45 dB."""
 FP8_FLOOR_DB = 15.0
-"""Two matrix products forward and five backward of e4m3 and e5m2 operands."""
+"""Two GEMMs forward and five backward of e4m3 and e5m2 operands."""
 FORWARD_MS, FORWARD_RATE = "forward ms", "forward TFLOP/s"
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.experts [--sustained] [--model qwen3-moe] [--recipe block] [--own-bf16]
 
 Needs a CUDA GPU. Each case is forward and backward of a router and of the experts that it chooses:
-by torch's ops and its grouped product, as Transformers does it, and by ``ExpertMLP``. The router
+by torch's ops and its grouped GEMM, as Transformers does it, and by ``ExpertMLP``. The router
 is the same in all. With ``--sustained`` each recipe takes turns with bfloat16 alone, and has a
 table, which is there before the kernels of the next recipe are compiled. ``saved`` is what autograd
 saves until backward.
@@ -107,7 +107,7 @@ class _Ours(_Mixture):
 
 
 class _Reference(_Mixture):
-    """Products in float32."""
+    """GEMMs in float32."""
 
     def multiply(self, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         parts = zip(x.tensor_split(offs[:-1].tolist()), weight, strict=True)

@@ -59,7 +59,7 @@ class GemmOperands:
             self.a, self.b = _quantize(a, gemm.a), _quantize(b, gemm.b)
 
     def multiply(self) -> Tensor:
-        """The product in bfloat16, by the op that the layers call."""
+        """The GEMM in bfloat16, by the op that the layers call."""
         (a, a_scale), (b, b_scale) = self.a, self.b
         spec_a, spec_b, fast = self.gemm
         if spec_a is None or spec_b is None:
@@ -70,7 +70,7 @@ class GemmOperands:
         return out
 
     def exact(self) -> Tensor:
-        """The product of the same values in float64."""
+        """The GEMM of the same values in float64."""
         left, right = (
             x.double() if spec is None or scale is None
             else ops.value_of_op("dequantize", (x, scale), torch.float32, spec.block).double()

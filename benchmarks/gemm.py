@@ -5,7 +5,7 @@
 Needs a CUDA GPU. ``torch.mm`` is the baseline; FP8 operands are multiplied by the op that the
 layers call. ``precise`` and ``fast`` are cuBLASLt's two ways to accumulate; block scaling has one.
 Blocks of e5m2 by e4m3, as of gradients under ``Format.HYBRID``, are a kernel of our own.
-Each product is compared with that of the dequantized operands in float64. ``% of ceiling`` is
+Each GEMM is compared with that of the dequantized operands in float64. ``% of ceiling`` is
 against the fastest FP8 (bfloat16) GEMM of the header. These times are the larger part of every
 other subject's floor.
 """
@@ -25,7 +25,7 @@ from float8lab.formats import E4M3, E5M2, Float8Spec
 __all__ = ["SUBJECT", "gemms", "main", "rows"]
 
 PRECISE_DB = 45.0
-"""Rounding the product to bfloat16 leaves 55 dB."""
+"""Rounding the GEMM to bfloat16 leaves 55 dB."""
 FAST_DB = 25.0
 """Fast accumulation keeps 14 bits of every sum and cuts off the rest, K / 32 times in a row."""
 
@@ -50,7 +50,7 @@ def gemms(name: str) -> dict[str, Gemm]:
 
 
 def check(operands: GemmOperands) -> tuple[dict[str, float], str | None]:
-    """SQNR of a product, and why it may not be timed."""
+    """SQNR of a GEMM, and why it may not be timed."""
     floor_db = FAST_DB if operands.gemm.fast_accum else PRECISE_DB
     gate = common.Gate({"y": operands.exact()}, floor_db)
     db = gate.measure({"y": operands.multiply()})
@@ -58,7 +58,7 @@ def check(operands: GemmOperands) -> tuple[dict[str, float], str | None]:
 
 
 def measure(setting: Setting, case: str, name: str, gemm: Gemm, sizes: tuple[int, int, int]) -> Row:
-    """Check a product, then time it."""
+    """Check a GEMM, then time it."""
     M, N, K = sizes
     operands = gemm.operands(M, N, K, setting.generator())
     db, refusal = check(operands)

@@ -1,10 +1,10 @@
-"""The linear layers of a mixture of experts: bfloat16 by torch's grouped product and each recipe.
+"""The linear layers of a mixture of experts: bfloat16 by torch's grouped GEMM and each recipe.
 
     python -m benchmarks.grouped [--sustained] [--shape 7168x2048] [--jagged] [--gemms]
 
 Needs a CUDA GPU. Each case is forward and backward of ``GroupedLinear`` with one parameter for all
 experts, casts included; the baseline is ``torch._grouped_mm`` with autograd. ``--jagged`` has
-groups whose sizes are random squares; ``--gemms`` times each of the three products alone, by mode
+groups whose sizes are random squares; ``--gemms`` times each of the three GEMMs alone, by mode
 of the kernel and by each of its configurations, for the table in ``hopper_gemm.py``.
 
 M tokens, E experts, K input features, N output features.
@@ -158,7 +158,7 @@ def _targets(shape: Experts) -> dict[str, tuple[Target, ...]]:
     return {f"{name}, eager": (Target("x bf16", ">=", one),) for name, one in bounds.items()}
 
 
-# The products alone.
+# The GEMMs alone.
 
 _GEMMS: dict[str, tuple[tuple[int, int], tuple[int, int], bool]] = {
     "tensor, fast": ((-1, -1), (-1, -1), True),
@@ -177,7 +177,7 @@ _CONFIGS = {
 
 
 def gemms(setting: Setting, shapes: Sequence[Experts], *, tune: bool = False) -> Iterator[Row]:
-    """Each product by each mode; with ``tune``, by each configuration of the kernel."""
+    """Each GEMM by each mode; with ``tune``, by each configuration of the kernel."""
     for shape in shapes:
         M, E, K, N = shape.M, shape.E, shape.K, shape.N
         torch.manual_seed(setting.seed)
@@ -248,7 +248,7 @@ def _ways(operands: tuple[Any, ...], *, tune: bool) -> Iterator[tuple[str, Calla
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", help="only that of these features, such as 7168x2048")
     parser.add_argument("--jagged", action="store_true", help="groups of random sizes")
-    parser.add_argument("--gemms", action="store_true", help="the products alone")
+    parser.add_argument("--gemms", action="store_true", help="the GEMMs alone")
     parser.add_argument("--tune", action="store_true", help="by configurations, with --gemms")
 
 

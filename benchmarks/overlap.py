@@ -1,11 +1,11 @@
-"""Products beside the copies between GPUs that they need, and after or before collectives.
+"""GEMMs beside the copies between GPUs that they need, and after or before collectives.
 
     torchrun --nproc-per-node 2 -m benchmarks.overlap [--tokens 16384,4096] [--recipe current]
 
-The products of a Llama-3-8B layer, each rank with its part of the weight: of rows that are gathered
+The GEMMs of a Llama-3-8B layer, each rank with its part of the weight: of rows that are gathered
 (qkv, gate and up; dgrad of attention out and of down), and those whose rows are summed and
 scattered (the others). Time is of calls one after another, what the CPU needs to queue them
-included, on the slowest rank. A product that is not that of the collectives is not timed: bit by
+included, on the slowest rank. A GEMM that is not that of the collectives is not timed: bit by
 bit for two ranks.
 """
 
@@ -34,7 +34,7 @@ SAME_DB = 50.0
 """SQNR of sums that more than two ranks round in another order."""
 
 
-def products(ranks: int) -> dict[str, tuple[int, int, bool]]:
+def gemms(ranks: int) -> dict[str, tuple[int, int, bool]]:
     """N, K, and whether rows are gathered, by name."""
     D, qkv, F = LLAMA.D, LLAMA.D + 2 * LLAMA.D // LLAMA.H * LLAMA.G, LLAMA.F
     return {
@@ -58,7 +58,7 @@ def _operand(rows: int, K: int, spec: Any, generator: torch.Generator) -> tuple[
 def _steps(
     M: int, sizes: tuple[int, int, bool], name: str, device: torch.device
 ) -> dict[str, Callable[[], Tensor]]:
-    """The product alone, with collectives, and overlapped."""
+    """The GEMM alone, with collectives, and overlapped."""
     (N, K, gathers), plan = sizes, RECIPES[name]().linear
     group: Any = dist.group.WORLD
     left, right, fast = plan.fprop if plan.fprop is not None else (plan.x, plan.w, False)
@@ -101,12 +101,12 @@ def _steps(
 
 
 def rows(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """A row for each product, case by case."""
+    """A row for each GEMM, case by case."""
     ranks = dist.get_world_size()
     for M in map(int, options.tokens.split(",")):
         for recipe in options.recipe or SUBJECT.recipes:
             case = f"{ranks} ranks, {M} tokens, {recipe}"
-            for name, sizes in products(ranks).items():
+            for name, sizes in gemms(ranks).items():
                 steps = _steps(M, sizes, recipe, device)
                 y, want = steps["overlapped"](), steps["collective"]()
                 db = common.sqnr(y, want)
@@ -129,10 +129,10 @@ def _speed_up(row: Row, base: Row | None) -> str | None:
 
 SUBJECT = Subject(
     "overlap",
-    "Products beside communication",
+    "GEMMs beside communication",
     __doc__,
     (
-        Column("product", cell=lambda row, base: row.name, always=True),
+        Column("GEMM", cell=lambda row, base: row.name, always=True),
         Column("alone ms", 3),
         Column("collective ms", 3),
         Column("overlapped ms", 3),

@@ -190,7 +190,7 @@ def _tensor_parallel(table: Table, row: dict[str, str]) -> float | str:
     if isinstance(recipe, str):
         return recipe
     ranks, batch, sequence = _numbers(table.caption)[:3]
-    # What products hide, ranks wait for each other's CPU.
+    # What GEMMs hide, ranks wait for each other's CPU.
     job = _job(name, sustained=True, micro=batch, sequence=sequence, links=LINKS)
     rotary = 0.0 if name.startswith("TransformerLayer") else 1e3 * ROTARY * batch * sequence / ranks
     return _ms(table, layer(SIZE, recipe, job, Mesh(tp=ranks))) + rotary
@@ -272,12 +272,12 @@ UNPREDICTED = {
     "CPU, the `tiny` preset": "a CPU's",
     "CPU, blocks of `TransformerLayer`, a GPT and a Llama": "a CPU's",
     "H200, the `124m` preset": "no time or memory",
-    "grouped": "products of experts, whose rates the model does not have",
+    "grouped": "GEMMs of experts, whose rates the model does not have",
     "experts": "experts with their permutation, whose rates the model does not have",
     "permute": "what a mixture of experts adds, which the model does not have",
     "overhead": "CPU time, which differs by tens of per cent between hosts",
-    "Products beside communication": "single products beside copies",
-    "overlap": "single products, with what the CPU needs to queue them",
+    "GEMMs beside communication": "single GEMMs beside copies",
+    "overlap": "single GEMMs, with what the CPU needs to queue them",
     "Context parallelism": "attention alone, beside communication",
     "context_parallel": "attention alone, beside communication",
     "Links between two H200s": "the rate of links is taken from it",

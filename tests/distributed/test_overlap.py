@@ -1,4 +1,4 @@
-"""Products beside copies between ranks: the bytes of collectives that come before or after them."""
+"""GEMMs beside copies between ranks: the bytes of collectives that come before or after them."""
 
 import itertools
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def operands(ranks: Ranks, kind: str, K: int, seed: int) -> tuple[list[Any], lis
 
 
 def by_column(scale: Tensor) -> Tensor:
-    """The scales as casts for products return them."""
+    """The scales as casts for GEMMs return them."""
     return scale.t().contiguous().t()
 
 
@@ -127,8 +127,8 @@ def check_the_sums_of_a_reduce_scatter(ranks: Ranks, *, cut: bool = True, see: b
         for rank, (a, b) in enumerate(all_operands):
             size = ROWS // 2 if cut and rank != ranks.rank else ROWS
             parts = [rows_of(a, ROWS * ranks.rank + i, size) for i in range(0, ROWS, size)]
-            products = [scaled_mm_op(*part, *b, None, torch.bfloat16, False) for part in parts]
-            sums.append(torch.cat(products))
+            gemms = [scaled_mm_op(*part, *b, None, torch.bfloat16, False) for part in parts]
+            sums.append(torch.cat(gemms))
         assert torch.equal(total, torch.stack(sums).sum(0))
         if cut:
             assert gathered[0][:, 0].tolist() == list(range(ranks.world))
@@ -146,19 +146,19 @@ def check_a_compiled_graph(ranks: Ranks) -> None:
     a, b = operands(ranks, "block", 256, 0)
     mine = rows_of(a, ROWS * ranks.rank, ROWS)
 
-    def products() -> list[Tensor]:
+    def gemms() -> list[Tensor]:
         also = [mine[0].view(torch.uint8) + 1]
         gathered = gather_mm(group, mine, b, also=also)
         return [*gathered[:4], mm_scatter(group, [gathered[1], gathered[2], a[2]], b)[0]]
 
-    compiled = torch.compile(products, fullgraph=True)
-    for one, other in zip(compiled(), products(), strict=True):
+    compiled = torch.compile(gemms, fullgraph=True)
+    for one, other in zip(compiled(), gemms(), strict=True):
         assert one.stride() == other.stride()
         assert torch.equal(one.float(), other.float())
 
 
 def check_layers(ranks: Ranks) -> None:
-    """Layers whose products overlap give what others give, and nothing else is gathered."""
+    """Layers whose GEMMs overlap give what others give, and nothing else is gathered."""
     group = on_ranks_that_see_each_other(ranks)
     tokens = 128 * ranks.world  # blocks of one rank
     for recipe, mode in itertools.product(RECIPES, ("column", "row")):
@@ -212,27 +212,27 @@ def check_many_calls_in_turns(ranks: Ranks) -> None:
 
 
 def check_a_cuda_graph(ranks: Ranks) -> None:
-    """Its products replay between others, any number of times."""
+    """Its GEMMs replay between others, any number of times."""
     if ranks.device.type == "cpu":
         return
     group = on_ranks_that_see_each_other(ranks)
     a, b = operands(ranks, "tensor", 256, 0)
     mine = rows_of(a, ROWS * ranks.rank, ROWS)
 
-    def products() -> list[Tensor]:
+    def gemms() -> list[Tensor]:
         return [gather_mm(group, mine, b)[0], mm_scatter(group, a, b)[0]]
 
-    want = products()
+    want = gemms()
     torch.cuda.synchronize()
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = products()
+        found = gemms()
     for eager in (False, True, True, False, False):
         for tensor in found:
             tensor.zero_()
         graph.replay()
-        for results in (found, products() if eager else found):
+        for results in (found, gemms() if eager else found):
             assert all(torch.equal(*pair) for pair in zip(results, want, strict=True))
 
 
