@@ -1,18 +1,18 @@
-"""The three GEMMs of a linear layer in FP8: fprop, dgrad and wgrad, and what is saved between them.
+"""The three GEMMs of a linear layer in FP8, fprop, dgrad and wgrad, and the tensors they save.
 
 M tokens, N out features, K in features. The autograd functions of all modules are compositions of
 ``forward`` and ``backward``.
 
-Note: the nouns of this room; others are those of ``tensor/operands.py``.
+Note: this file uses the nouns of ``tensor/operands.py`` and these.
 
-- *requantize*: to cast a matrix in backward to the bytes that it had in forward, by its scale and
-  the value beside it that tells the encode factor.
-- *save policy*: which form of each operand autograd saves, decided before anything runs.
-- *call*: how one forward of a layer runs, and its backward. Its *plan* is the recipe's specs.
+- *requantize*: to cast a matrix in backward to the bytes that it had in forward. This takes its
+  scale and a second value, from which the encode factor follows exactly.
+- *save policy*: the form in which autograd saves each operand, decided before anything runs.
+- *call*: how one forward of a layer and its backward run. Its *plan* holds the recipe's specs.
 
-With ``offsets`` of the experts, the three are grouped GEMMs: each row is multiplied by
-its own expert's weight, ``[E, N, K]``. Ranks share the GEMMs of a *sharded* layer: the *comm* of a
-call sends what they lack, and nothing on one GPU (``distributed/comm.py``).
+With the ``offsets`` of experts' rows, the three are grouped GEMMs: each row is multiplied by the
+weight of its expert, from ``[E, N, K]``. Ranks share the GEMMs of a *sharded* layer: the *comm* of
+a call sends each rank what it lacks, and sends nothing on one GPU (``distributed/comm.py``).
 """
 
 from __future__ import annotations
@@ -66,28 +66,28 @@ __all__ = [
 ]  # fmt: skip
 
 
-# What is saved for backward.
+# The tensors that are saved for backward.
 
 
 class Saved(NamedTuple):
-    """The tensors that backward needs of a GEMM's operands; None what it does not need.
+    """The tensors of a GEMM's operands that backward needs; a field it does not need is None.
 
-    Autograd saves them as they stand here, and ``Saved._make`` of what it saved restores this.
+    Autograd saves the fields in this order, and ``Saved._make`` restores them from its tuple.
     """
 
     x: Tensor | None = None
-    """The columnwise FP8 data of a matrix, or the matrix, which wgrad takes as it is or casts."""
+    """The columnwise FP8 data of a matrix; or the matrix, which wgrad takes unchanged or casts."""
     x_scale: Tensor | None = None
-    """The scale of that data, or the one that requantizes the matrix or a prologue."""
+    """The scale of that data, or the scale that requantizes the matrix or a prologue."""
     x_requant: Tensor | None = None
-    """What requantizes the matrix or a prologue, beside its scale."""
+    """The second value that requantizes the matrix or a prologue, next to the scale."""
     weight: Tensor | None = None
     """The weight as the caller gave it."""
     w: Tensor | None = None
     """The rowwise FP8 data of the weight."""
     w_scale: Tensor | None = None
     w_requant: Tensor | None = None
-    """What requantizes the weight, beside its scale."""
+    """The second value that requantizes the weight, next to the scale."""
 
 
 class Keep(enum.Enum):
@@ -96,10 +96,10 @@ class Keep(enum.Enum):
     NOTHING = enum.auto()
     FP8_DATA = enum.auto()
     REQUANTIZE = enum.auto()
-    """Its scale, and what requantizes it: the matrix itself is alive in backward, too."""
+    """Only the values that requantize the operand, which is alive in backward anyway."""
     HIGH_PRECISION = enum.auto()
     GATHERED = enum.auto()
-    """The FP8 data of all ranks' tokens, which fprop has gathered."""
+    """The FP8 data of the tokens of all ranks, which fprop gathered."""
 
 
 class SavePolicy(NamedTuple):
@@ -108,7 +108,7 @@ class SavePolicy(NamedTuple):
     x: Keep
     w: Keep
     weight: bool
-    """Whether the weight is saved as the caller gave it, beside ``w``."""
+    """Whether the weight is saved as the caller gave it, next to ``w``."""
 
 
 def save_policy(
@@ -116,19 +116,19 @@ def save_policy(
     requantizes_x: bool = False, requantizes_weight: bool = False, keeps_gathered: bool = False,
     gathers_before_cast: bool = False,
 ) -> SavePolicy:  # fmt: skip
-    """Decide what ``forward`` saves.
+    """Decide which tensors ``forward`` saves.
 
-    The FP8 data of a weight are saved where their transpose has the bytes that dgrad wants: with
+    The FP8 data of a weight are saved where their transpose has the bytes that dgrad takes: with
     one scale per tensor, or in square blocks.
 
     Args:
-        needs: whether the gradient of x, and of the weight, is needed.
+        needs: whether the gradients of x and of the weight are needed.
         is_prologue: whether a prologue computes x; its inputs are alive in backward.
         recomputes: whether backward recomputes the output, by ``recompute_forward``.
         requantizes_x: whether a matrix x is kept and cast in backward, rather than kept in FP8.
-        requantizes_weight: likewise of the weight.
-        keeps_gathered: whether x, gathered over ranks for fprop, serves wgrad, too.
-        gathers_before_cast: whether ranks gather x in high precision: then each keeps its own.
+        requantizes_weight: whether the weight is kept and cast in backward in the same way.
+        keeps_gathered: whether wgrad also takes the x that fprop gathered over ranks.
+        gathers_before_cast: whether ranks gather x in high precision; then each saves its shard.
     """
     needs_dx, needs_dw = needs
     fp8_wgrad = needs_dw and plan.wgrad is not None
@@ -152,22 +152,22 @@ def save_policy(
 
 
 def _saves_weight(plan: LinearPlan, needs_dx: bool, recomputes: bool, *, has_data: bool) -> bool:
-    """Whether a GEMM of backward takes the weight in high precision, or has no data of it."""
+    """Whether a GEMM of backward needs the weight itself, since no FP8 data of it serve."""
     in_high_precision = (needs_dx and plan.dgrad is None) or (recomputes and plan.fprop is None)
     return in_high_precision or ((needs_dx or recomputes) and not has_data)
 
 
 def _saved_value(value: Value | None) -> Value:
-    """A value that the policy, or the caller, keeps for this use."""
+    """Return a value that the save policy or the caller has kept, and check that it is there."""
     if value is None:
         raise AssertionError("a GEMM asked for a tensor that was not kept; report this, please")
     return value
 
 
 class _FpropCasts:
-    """How fprop casts x: rowwise for itself, columnwise for wgrad if that is saved.
+    """How fprop casts x: rowwise for itself, and columnwise for wgrad if that operand is saved.
 
-    What repeats launches compares such objects by identity; in eager mode equal ones are one.
+    Recorded launches compare these objects by identity, so eager mode makes equal ones only once.
     """
 
     __slots__ = ("keeps_gathered", "recipe", "specs")
@@ -184,7 +184,7 @@ def _decide(
     recomputes: bool, requantizes_weight: bool, keeps_gathered: bool, gathers_before_cast: bool,
     requantizes_x: bool = False, *, make_casts: Callable[..., _FpropCasts] = _FpropCasts,
 ) -> tuple[SavePolicy, _FpropCasts, bool]:  # fmt: skip
-    """Decide what is saved, how x is cast, and whether the weight is, by ``save_policy``."""
+    """Decide by ``save_policy`` what is saved, how x is cast, and whether the weight is cast."""
     plan = recipe.linear
     policy = save_policy(
         plan, (True, True) if casts_for_backward else needs, is_prologue=is_prologue,
@@ -205,7 +205,7 @@ def _decide(
 def _decide_once(
     recipe: int, needs: tuple[bool, bool], *flags: bool
 ) -> tuple[SavePolicy, _FpropCasts, bool]:
-    """``_decide`` in eager mode, once for every recipe, by the number that it has."""
+    """Decide in eager mode, once for every combination, with a recipe given by its number."""
     return _decide(recipe_numbered(recipe), needs, *flags, make_casts=_fprop_casts_once)
 
 
@@ -213,13 +213,13 @@ def _decide_once(
 
 
 class _Fprop(NamedTuple):
-    """The results of fprop: the output, None in high precision, and both operands."""
+    """The results of fprop: the output, or None if fprop runs in high precision; the operands."""
 
     y: Tensor | None
     x: Quantized
     w: Quantized
     gathered: Operand | None = None
-    """x as multiplied, of a sharded layer."""
+    """The x that the GEMM of a sharded layer took."""
 
 
 def forward(
@@ -228,28 +228,28 @@ def forward(
     recomputes: bool = False, offsets: Offsets | None = None, save_memory: bool = False,
     has_origin: bool = False,
 ) -> tuple[Tensor, Saved]:  # fmt: skip
-    """``x @ weight.T + bias``, ``[M, N]``, and what its backward needs.
+    """Compute ``x @ weight.T + bias``, ``[M, N]``, and return it with the tensors to save.
 
     Args:
         x: ``[M, K]``.
         weight: ``[N, K]``, ordinary or a Float8Tensor.
         bias: ``[N]`` or None.
-        needs: whether the gradient of x, and of the weight, is needed.
-        inp: with a matrix, the layer's input that it is; with a prologue, its values if they are
-            written anyway.
-        recomputes: with a prologue, save what ``recompute_forward`` needs, too.
+        needs: whether the gradients of x and of the weight are needed.
+        inp: if x is a matrix, the layer's input, of which x has the values; if x is a prologue,
+            its values, where they are written anyway.
+        recomputes: also save what ``recompute_forward`` needs, if x is a prologue.
         offsets: the offsets of experts' rows; then weight and bias are those of E experts, and rows
             beyond the last offset give zeros.
         save_memory: requantize the weight in backward rather than keep its FP8 data. A parameter in
-            high precision, which is alive until then, always is, unless its cast is kept.
-        has_origin: backward has a matrix x once more, so that neither it nor its FP8 data are saved
-            where they can be cast then.
+            high precision is alive until then and always requantized, unless its cast is kept.
+        has_origin: backward can compute a matrix x, so neither x nor its FP8 data are saved where
+            x can be cast then.
     """
     plan, comm, is_prologue = call.plan, call.comm, isinstance(x, Prologue)
     is_parameter = type(weight) is nn.Parameter and call.first_microbatch is None
     requantizes = is_parameter or (save_memory and not keeps_fp8_data(weight, call))
-    of_ranks = comm.keeps_gathered, comm.gathers_x_first
-    flags = call.casts_for_backward, is_prologue, recomputes, requantizes, *of_ranks
+    comm_flags = comm.keeps_gathered, comm.gathers_x_first
+    flags = call.casts_for_backward, is_prologue, recomputes, requantizes, *comm_flags
     if torch.compiler.is_compiling():
         requantizes_x = _requantizes_input(x, call, offsets)
         policy, casts, casts_weight = _decide(call.recipe, needs, *flags, requantizes_x)
@@ -260,69 +260,69 @@ def forward(
     matrix: Matrix = computed if offsets is None else Groups.of(computed, offsets)
     value = comm.gather(value_of(matrix)) if comm.gathers_x_first and any(specs) else matrix
 
-    # Whatever depends on the state of the module comes before the GEMM, or after it.
+    # The GEMM itself is free of state: the module's state is read before it and written after it.
     amaxes = amaxes_of_shards(value, weight, call) if comm.is_sharded else (None, None)
     source = input_source(value, None if is_prologue else inp, specs, call, amaxes[0])
     w_source = weight_source(weight, call, amaxes[1]) if casts_weight else WeightSource()
     run: Any = _fprop
     if (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda:
         run = _fprop if comm.is_sharded or call.watched else _planned_fprop
-    done: _Fprop = run(
+    fprop: _Fprop = run(
         value, casts, source.params, source.quantized, w_source, bias, weight.shape[-2],
         dtype, comm, call.watched,
     )  # fmt: skip
     if source.shared is not None:
-        remember_input(*source.shared, done.x)
+        remember_input(*source.shared, fprop.x)
     if call.watched or WEIGHT_CASTS.outlive_step is not None:
-        _show_forward(value, specs, weight, done, call)
-    y = _in_high_precision(matrix, weight, bias, dtype, comm) if done.y is None else done.y
-    return y, _saved(policy, x, weight, done, plan, has_origin=has_origin)
+        _show_forward(value, specs, weight, fprop, call)
+    y = _in_high_precision(matrix, weight, bias, dtype, comm) if fprop.y is None else fprop.y
+    return y, _saved(policy, x, weight, fprop, plan, has_origin=has_origin)
 
 
 def _requantizes_input(x: Tensor | Prologue, call: Call, offsets: Offsets | None) -> bool:
     """Whether a matrix x is cast in backward for wgrad, rather than saved in FP8.
 
-    In a graph the compiler has the last word: where it cannot have x in backward for nothing, it
-    makes both casts in forward (``ops/graph_casts.py``).
+    In a graph the compiler decides in the end: where x would cost memory until backward, the
+    compiler makes both casts in forward (``ops/graph_casts.py``).
     """
     if isinstance(x, Prologue) or offsets is not None or call.comm.is_sharded or call.watched:
         return False
     return x.numel() >= call.plan.recast_size
 
 
-def _show_forward(x: Matrix, specs: Orientations, weight: Tensor, done: _Fprop, call: Call) -> None:
-    """Tell an observer, and CPU offload, of what forward has cast."""
+def _show_forward(x: Matrix, specs: Orientations, w: Tensor, fprop: _Fprop, call: Call) -> None:
+    """Tell an observer and CPU offload which tensors forward has cast."""
     if call.watched:
-        show_quantized(x, specs, done.x, X, call)
-    if done.w.rowwise is not None:
-        note_weight(weight, done.w, call)
+        show_quantized(x, specs, fprop.x, X, call)
+    if fprop.w.rowwise is not None:
+        note_weight(w, fprop.w, call)
     if call.watched:
-        operands = (done.gathered or done.x.rowwise, done.w.rowwise) if call.plan.fprop else ()
+        operands = (fprop.gathered or fprop.x.rowwise, fprop.w.rowwise) if call.plan.fprop else ()
         show_gemm("fprop", call, *operands)
 
 
 def _saved(
-    policy: SavePolicy, x: Tensor | Prologue, weight: Tensor, done: _Fprop, plan: LinearPlan, *,
+    policy: SavePolicy, x: Tensor | Prologue, weight: Tensor, fprop: _Fprop, plan: LinearPlan, *,
     has_origin: bool,
 ) -> Saved:  # fmt: skip
-    """The tensors that a policy names."""
+    """Return the tensors that a save policy asks for."""
     matrix_x = x if isinstance(x, Tensor) and not has_origin else None
     data = scale = requant = w_data = w_scale = w_requant = None
     if policy.x is Keep.GATHERED:
-        data, scale = transposed(*_saved_value(done.gathered))
-        requant = done.x.requant
+        data, scale = transposed(*_saved_value(fprop.gathered))
+        requant = fprop.x.requant
     elif policy.x is Keep.REQUANTIZE:
-        data, scale, requant = matrix_x, done.x.rowwise.scale, done.x.requant
+        data, scale, requant = matrix_x, fprop.x.rowwise.scale, fprop.x.requant
     elif policy.x is Keep.FP8_DATA:
-        data, scale = done.x.columnwise
+        data, scale = fprop.x.columnwise
         if plan.wgrad is not None and plan.wgrad.right.scale_dtype == E8M0:
             scale = scale.to(torch.float8_e8m0fnu)  # exact, and one byte each
     elif policy.x is Keep.HIGH_PRECISION:
         data = matrix_x
     if policy.w is Keep.REQUANTIZE:
-        w_scale, w_requant = done.w.rowwise.scale, done.w.requant
+        w_scale, w_requant = fprop.w.rowwise.scale, fprop.w.requant
     elif policy.w is Keep.FP8_DATA:
-        w_data, w_scale = done.w.rowwise
+        w_data, w_scale = fprop.w.rowwise
     kept_weight = weight if policy.weight else None
     return Saved(data, scale, requant, kept_weight, w_data, w_scale, w_requant)
 
@@ -332,12 +332,12 @@ def _fprop(
     weight: WeightSource, bias: Tensor | None, features: int, dtype: torch.dtype, comm: OneGpu,
     keep_gathered: bool,
 ) -> _Fprop:  # fmt: skip
-    """``x @ weight.T + bias``, ``[M, features]``, and the operands; it depends on nothing else.
+    """Compute ``x @ weight.T + bias``, ``[M, features]``, and its operands from arguments alone.
 
     Args:
-        x_quantized: its cast, where that is known.
-        weight: the weight; empty if it is not wanted in FP8.
-        keep_gathered: x is wanted as multiplied, gathered over ranks, whatever is saved.
+        x_quantized: the cast of x, if it exists already.
+        weight: the weight; empty if nothing takes it in FP8.
+        keep_gathered: return the x gathered over ranks, whether or not it is saved.
     """
     plan, (rowwise, columnwise) = casts.recipe.linear, casts.specs
     epsilon = float(plan.epsilon)
@@ -366,25 +366,25 @@ _planned_fprop = planned(_fprop)
 def _in_high_precision(
     x: Matrix, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, comm: OneGpu
 ) -> Tensor:
-    """fprop where the plan has no specs for it."""
+    """Compute fprop in high precision, where the plan has no specs for it."""
     matrix, bias = comm.gather(value_of(x).to(dtype)), comm.bias(bias)
-    added = None if bias is None else bias.to(dtype)
+    cast_bias = None if bias is None else bias.to(dtype)
     if isinstance(x, Groups):
-        return _mm_in_groups(matrix, plain(weight).to(dtype), x.offs, dtype, added)
-    return comm.reduce(F.linear(matrix, plain(weight).to(dtype), added))
+        return _mm_in_groups(matrix, plain(weight).to(dtype), x.offs, dtype, cast_bias)
+    return comm.reduce(F.linear(matrix, plain(weight).to(dtype), cast_bias))
 
 
 def _mm_in_groups(
     a: Tensor, b: Tensor, offs: Tensor | None, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """``scaled_mm`` of groups in high precision."""
+    """Compute a grouped GEMM in high precision."""
     return scaled_mm_op(a, None, (), b, None, (), bias, dtype, False, offs)
 
 
 def recompute_forward(
     x: Prologue, bias: Tensor | None, saved: Saved, call: Call, features: int
 ) -> Tensor:
-    """In backward, the bytes that ``forward`` gave of a prologue."""
+    """Recompute in backward the output that ``forward`` gave for a prologue, bit for bit."""
     plan, scales = call.plan, call.scales
     if plan.fprop is None:
         if call.watched:
@@ -400,41 +400,41 @@ def recompute_forward(
         params = scales.requant_params(saved.w_scale, saved.w_requant)
         source = WeightSource(plain(weight), params) if params else weight_source(weight, call)
     casts = _FpropCasts(call.recipe, Orientations(None, None), False)
-    done = _fprop(
+    fprop = _fprop(
         value, casts, None, x_quantized, source, bias, features, x.dtype, call.comm, call.watched
     )
     if call.watched:
-        show_gemm("fprop", call, done.gathered or x_quantized.rowwise, done.w.rowwise)
-    return _saved_value(done.y)
+        show_gemm("fprop", call, fprop.gathered or x_quantized.rowwise, fprop.w.rowwise)
+    return _saved_value(fprop.y)
 
 
 # The gradients.
 
 
 class Gradient:
-    """The gradient of a GEMM's output, cast; what has been used can be forgotten."""
+    """The cast gradient of a GEMM's output; its fields can be freed one by one after use."""
 
     __slots__ = ("columnwise", "dbias", "high_precision", "rowwise", "transposes_gathered")
 
     high_precision: Tensor | None
     rowwise: Operand | None
-    """For dgrad; None if that runs in high precision."""
+    """The operand of dgrad; None if dgrad runs in high precision."""
     columnwise: Operand | TokenShard | None
-    """For wgrad; None if that runs in high precision."""
+    """The operand of wgrad; None if wgrad runs in high precision."""
     dbias: Tensor | None
-    """The column sums, of all rows or of each expert's, where they come for free."""
+    """The column sums, of all rows or of each expert's rows, where the cast gives them for free."""
     transposes_gathered: bool
-    """Wgrad's operand is the transpose of what dgrad gathers from other ranks."""
+    """Whether wgrad takes the transpose of the operand that dgrad gathers from other ranks."""
 
     def __init__(
         self, dy: Tensor | Prologue, call: Call, *, needs: tuple[bool, bool, bool],
         offsets: Offsets | None = None,
     ) -> None:  # fmt: skip
-        """Cast ``dy`` for the gradients of x, weight and bias, as far as each is needed."""
+        """Cast ``dy`` for those of the gradients of x, weight and bias that are needed."""
         plan, (needs_dx, needs_dw, needs_db) = call.plan, needs
         specs = _gradient_specs(plan, needs_dx=needs_dx, needs_dw=needs_dw)
         wants_dbias = needs_db and (offsets is not None or all(specs))
-        if isinstance(dy, Prologue):  # whose values are written unless its casts serve all
+        if isinstance(dy, Prologue):  # its values are written unless casts alone serve every GEMM
             lacks_dw = specs.columnwise is None if needs_dw else needs_db
             dy = dy.value() if specs.rowwise is None or lacks_dw else dy
         self.high_precision = None if isinstance(dy, Prologue) else dy
@@ -449,18 +449,18 @@ class Gradient:
             value = value_of(x)
             self.dbias = value.float().sum(0) if wants_dbias else None
             x, wants_dbias = call.comm.gather(value, backward=True), False
-        made = call.scales.quantize(x, DY, *specs, dbias=wants_dbias)
-        self.rowwise = made.rowwise
+        quantized = call.scales.quantize(x, DY, *specs, dbias=wants_dbias)
+        self.rowwise = quantized.rowwise
         if specs.columnwise:
             block = specs.columnwise.block
-            self.columnwise = call.comm.token_operand(made.columnwise, block, backward=True)
-        self.dbias = made.dbias if wants_dbias else self.dbias
+            self.columnwise = call.comm.token_operand(quantized.columnwise, block, backward=True)
+        self.dbias = quantized.dbias if wants_dbias else self.dbias
         if call.watched:
-            show_quantized(x, specs, made, DY, call)
+            show_quantized(x, specs, quantized, DY, call)
 
 
 def _gradient_specs(plan: LinearPlan, *, needs_dx: bool, needs_dw: bool) -> Orientations:
-    """How dy is cast: rowwise for dgrad, columnwise for wgrad."""
+    """Return the specs by which dy is cast: rowwise for dgrad, columnwise for wgrad."""
     dgrad, wgrad = plan.dgrad if needs_dx else None, plan.wgrad if needs_dw else None
     return Orientations(dgrad and dgrad.left, wgrad and wgrad.left)
 
@@ -469,15 +469,15 @@ class _DgradWeight(NamedTuple):
     """The weight as dgrad's operand, in one of three forms, and the dtype of dx."""
 
     high_precision: Tensor | None
-    """The weight that is cast, or multiplied in high precision."""
+    """The weight, which dgrad casts or takes in high precision."""
     data: Tensor | None
-    """The rowwise FP8 data of forward, which are transposed."""
+    """The rowwise FP8 data of forward, which dgrad transposes."""
     scale: Tensor | None
-    """The scale of these data."""
+    """The scale of that FP8 data."""
     params: QuantParams | None
-    """What requantizes the weight to them."""
+    """The parameters that requantize the weight to its FP8 data of forward."""
     columnwise: Operand | None
-    """The operand itself."""
+    """The finished operand."""
     dtype: torch.dtype
     after: Tensor | None = None
     """In a graph, a tensor that is computed before the GEMM begins."""
@@ -488,13 +488,13 @@ class _WgradInput(NamedTuple):
 
     prologue: Prologue | None
     data: Tensor | None
-    """The columnwise FP8 data, or the matrix in high precision; else there is a prologue."""
+    """The columnwise FP8 data, or the matrix in high precision; None if there is a prologue."""
     scale: Tensor | None
-    """The scale of FP8 data."""
+    """The scale of the FP8 data."""
     params: QuantParams | None
-    """What requantizes the matrix or the prologue."""
+    """The parameters that requantize the matrix or the prologue."""
     operand: Operand | TokenShard | None
-    """The operand itself, of a sharded layer."""
+    """The finished operand, of a sharded layer or of a caller that has cast x."""
     dtype: torch.dtype
 
     @property
@@ -517,18 +517,18 @@ def backward(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], offsets: Offsets | None = None,
     has_gradient: Sequence[bool] = (), operand: Operand | TokenShard | None = None,
 ) -> _Gradients:  # fmt: skip
-    """Gradients of x, ``[M, K]``, of the weight, ``[N, K]``, and of the bias, ``[N]``.
+    """Compute the gradients of x, ``[M, K]``, of the weight, ``[N, K]``, and of the bias, ``[N]``.
 
-    That of the weight is what ``accumulate`` gives if it went into the weight's ``main_grad``.
+    A gradient of the weight that goes into ``main_grad`` is returned as ``accumulate`` returns it.
 
     Args:
-        dy: gradient of the output. A caller that has no use for it any more casts it before, as a
-            ``Gradient``, which is of no use afterwards.
-        x: what was multiplied, if it was a prologue.
-        saved: from ``forward``.
-        needs: which gradients are needed.
+        dy: the gradient of the output. A caller that needs it no longer casts it first, to a
+            ``Gradient``; this function frees the fields of a ``Gradient``.
+        x: the input of fprop, if it was a prologue.
+        saved: the tensors that ``forward`` returned.
+        needs: whether the gradients of x, weight and bias are needed.
         shape: M, N, K.
-        has_gradient: of weights of experts that are a parameter each, which of them have gradients.
+        has_gradient: where each expert's weight is its own parameter, which of them need gradients.
         operand: x as wgrad's operand, if the caller has cast it.
     """
     if isinstance(dy, Tensor) and (
@@ -537,7 +537,7 @@ def backward(
         dy = Gradient(dy, call, needs=needs, offsets=offsets)
     for_dx = for_dw = None
     if needs[1]:
-        if call.comm.is_sharded and call.plan.wgrad:  # before dgrad, beside which it travels
+        if call.comm.is_sharded and call.plan.wgrad:  # first, so that it travels during dgrad
             operand = _wgrad_operand(x, saved, call, call.plan.wgrad.right)
         weight = call.fused_weight[0] if isinstance(call.fused_weight, tuple) else call.fused_weight
         dw_dtype = dtypes[1] if weight is None else weight.main_grad.dtype
@@ -556,20 +556,20 @@ def backward(
             matrix = dy if offsets is None else Groups.of(dy, offsets)
             params = call.scales.params(DY, matrix) if any(specs) else None
         context = shape, call.recipe, None, offsets, call.comm
-        made = run(dy, None, params, for_dx, for_dw, db_dtype, *context)
+        grads = run(dy, None, params, for_dx, for_dw, db_dtype, *context)
     else:
-        made = _gradients_of_cast(dy, for_dx, for_dw, db_dtype, call, shape, offsets)
-    if call.fused_weight is not None and made.dw is not None:
+        grads = _gradients_of_cast(dy, for_dx, for_dw, db_dtype, call, shape, offsets)
+    if call.fused_weight is not None and grads.dw is not None:
         overwrite = call.first_microbatch is True
-        dw = accumulate(call.fused_weight, made.dw, overwrite=overwrite, has_gradient=has_gradient)
-        made = made._replace(dw=dw)
-    return made
+        dw = accumulate(call.fused_weight, grads.dw, overwrite=overwrite, has_gradient=has_gradient)
+        grads = grads._replace(dw=dw)
+    return grads
 
 
 def _wgrad_operand(
     x: Prologue | None, saved: Saved, call: Call, right: Spec
 ) -> Operand | TokenShard:
-    """The x of wgrad in FP8, of a sharded layer, or what gathers it."""
+    """Return a sharded layer's x as wgrad's FP8 operand, or the ``TokenShard`` that gathers it."""
     comm = call.comm
     if saved.x is not None and saved.x_scale is not None:
         operand = Operand(saved.x, saved.x_scale.float())
@@ -590,7 +590,7 @@ def _wgrad_operand(
 def _dgrad_weight(
     dy: Tensor | Gradient, saved: Saved, call: Call, dtype: torch.dtype, *, in_groups: bool
 ) -> _DgradWeight:
-    """The weight as dgrad will take it; cast now, where other ranks or a graph take part."""
+    """Return the weight for dgrad; it is cast here where other ranks or a graph take part."""
     plan, data, scale = call.plan, saved.w, saved.w_scale
     value = None if data is not None and plan.dgrad else saved.weight
     shards_cast = scale is None and call.cast_parallel is not None
@@ -598,7 +598,7 @@ def _dgrad_weight(
     if data is None:
         params, scale = call.scales.requant_params(scale, saved.w_requant), None
     if isinstance(dy, Gradient) and plan.dgrad and (torch.compiler.is_compiling() or shards_cast):
-        # A compiled forward keeps nothing of the transpose for a backward that gives this tensor.
+        # A graph that gets a tensor of backward as prior cannot move the transpose into forward.
         prior = None if dy.rowwise is None else dy.rowwise.scale
         if data is not None and scale is not None:
             columnwise = transposed(data, scale, prior)
@@ -617,30 +617,30 @@ def _gradients_of_cast(
     dy: Gradient, for_dx: _DgradWeight | None, for_dw: _WgradInput | None,
     db_dtype: torch.dtype | None, call: Call, shape: tuple[int, int, int], offsets: Offsets | None,
 ) -> _Gradients:  # fmt: skip
-    """``_gradients`` of what is cast already, which is forgotten as soon as it has served."""
+    """Compute the gradients from a dy that is cast, and free each operand after its last use."""
     context = shape, call.recipe, call if call.watched else None, offsets, call.comm
     run: Any = functools.partial(_run_of_cast(dy, call), dy.high_precision)
-    dx, of_weight = None, _Gradients(None, None, None)
+    dx, weight_grads = None, _Gradients(None, None, None)
     wgrad_first = call.plan.wgrad and for_dw and for_dw.is_matrix and torch.compiler.is_compiling()
-    if wgrad_first:  # else Inductor recomputes x in the loop that takes dx, and holds both
+    if wgrad_first:  # otherwise Inductor recomputes x in the loop that reads dx, and holds both
         cast_dy = Quantized(None, dy.columnwise, None, dy.dbias)
-        of_weight = run(cast_dy, None, None, for_dw, db_dtype, *context)
-        for_dx = for_dx and for_dx._replace(after=of_weight.dw)
+        weight_grads = run(cast_dy, None, None, for_dw, db_dtype, *context)
+        for_dx = for_dx and for_dx._replace(after=weight_grads.dw)
     if for_dx is not None and call.comm.is_sharded:
         dx = _sharded_dgrad(dy, for_dx, for_dw, context)
     elif for_dx is not None:
         dx = run(Quantized(dy.rowwise), None, for_dx, None, None, *context).dx
-    dy.rowwise = None  # its memory may serve for dw
+    dy.rowwise = None  # dw may use its memory
     if not wgrad_first and (for_dw is not None or db_dtype is not None):
         cast_dy = Quantized(None, dy.columnwise, None, dy.dbias)
-        of_weight = run(cast_dy, None, None, for_dw, db_dtype, *context)
-    return of_weight._replace(dx=dx)
+        weight_grads = run(cast_dy, None, None, for_dw, db_dtype, *context)
+    return weight_grads._replace(dx=dx)
 
 
 def _sharded_dgrad(
     dy: Gradient, weight: _DgradWeight, for_dw: _WgradInput | None, context: tuple[Any, ...]
 ) -> Tensor:
-    """dgrad of a layer that ranks share: an operand of wgrad may travel meanwhile."""
+    """Compute dgrad of a sharded layer, and gather an operand of wgrad meanwhile if it can."""
     (M, _, K), recipe, watching, offsets, comm = context
     left = dy.rowwise if recipe.linear.dgrad else dy.high_precision
     operands = dy.columnwise, None if for_dw is None else for_dw.operand
@@ -655,7 +655,7 @@ def _sharded_dgrad(
 
 
 def _run_of_cast(dy: Gradient, call: Call) -> Any:
-    """``_gradients``; repeated as one list of launches on a GPU, unless something watches it."""
+    """Return ``_gradients``, or on a GPU its recorded launches if no observer watches the call."""
     if call.watched or call.comm.is_sharded:
         return _gradients
     operand: Any = dy.rowwise or dy.columnwise
@@ -669,12 +669,12 @@ def _gradients(
     shape: tuple[int, int, int], recipe: Recipe, watching: Call | None, offsets: Offsets | None,
     comm: OneGpu,
 ) -> _Gradients:  # fmt: skip
-    """Gradients of x, of the weight and of the bias; None if not wanted.
+    """Compute the gradients of x, of the weight and of the bias; None for those not asked for.
 
     Args:
         dy: the gradient in high precision, if it is written.
-        cast_dy: it in FP8; None if it is to be cast.
-        params: then its quantization parameters.
+        cast_dy: the gradient in FP8; None if it is to be cast here.
+        params: the quantization parameters of that cast.
     """
     (M, N, K), plan = shape, recipe.linear
     dx = dw = db = None
@@ -690,7 +690,7 @@ def _gradients(
     del cast_dy
     if for_dx is not None:
         left: Any = rowwise if plan.dgrad else dy
-        del rowwise  # its memory, and that of the weight's transpose, may serve for dw
+        del rowwise  # dw may use its memory, and that of the weight's transpose
         dx = _dgrad(left, recipe, (M, K), watching, offsets, for_dx, comm).y
         del left
     if for_dw is not None:
@@ -706,12 +706,12 @@ _planned_gradients = planned(_gradients)
 
 
 def _column_sums(dy: Tensor | None, offsets: Offsets | None) -> Tensor:
-    """The sums over the rows of dy, or over those of each expert."""
+    """Return the sums over the rows of dy, or over the rows of each expert."""
     dy = _saved_value(dy)
     if offsets is None:
         return dy.sum(0, dtype=torch.float32)
-    # The op that contracts over groups sums over them, too; of 8 columns, 16 bytes, in rows of
-    # their own, which torch takes whatever the number of tokens.
+    # The grouped GEMM with a matrix of ones computes the sums. The matrix has 8 columns, for torch
+    # wants rows of 16 bytes, and is the transpose of contiguous rows for any number of tokens.
     return _mm_in_groups(dy.t(), dy.new_ones((len(dy), 8)).t(), offsets.offs, dy.dtype)[..., 0]
 
 
@@ -720,9 +720,9 @@ def _dgrad(
     offsets: Offsets | None, weight: _DgradWeight, comm: OneGpu, *,
     companion: TokenShard | None = None, keep: bool = False,
 ) -> Gemm:  # fmt: skip
-    """``dy @ weight``, of dy in high precision or of its rowwise FP8 data.
+    """Compute ``dy @ weight``, from dy in high precision or from its rowwise FP8 data.
 
-    ``companion`` may be gathered meanwhile; with ``keep`` dy is wanted as multiplied.
+    ``companion`` may be gathered meanwhile; with ``keep`` the result holds the gathered dy.
     """
     plan, value, dgrad = recipe.linear, weight.high_precision, recipe.linear.dgrad
     if dgrad is None:
@@ -754,7 +754,7 @@ def _wgrad(
     dy: Any, recipe: Recipe, shape: tuple[int, int], watching: Call | None,
     offsets: Offsets | None, x: _WgradInput, comm: OneGpu,
 ) -> Tensor:  # fmt: skip
-    """``dy.T @ x``, of dy in high precision or of its columnwise FP8 data."""
+    """Compute ``dy.T @ x``, from dy in high precision or from its columnwise FP8 data."""
     plan, wgrad = recipe.linear, recipe.linear.wgrad
     if wgrad is None:
         value = _saved_value(x.data) if x.prologue is None else x.prologue.value()
@@ -779,21 +779,21 @@ def _wgrad(
 
 
 def _cast_input(x: _WgradInput, spec: Spec, epsilon: float, offsets: Offsets | None) -> Any:
-    """The input x, a matrix or a prologue, cast for wgrad."""
+    """Cast the input x, a matrix or a prologue, for wgrad."""
     matrix: Any = x.data if x.prologue is None else x.prologue
     matrix = matrix if offsets is None else Groups.of(matrix, offsets)
     operand: Any = quantize(matrix, None, spec, x.params, epsilon).columnwise
     if spec.scale_dtype == E8M0 and torch.compiler.is_compiling():
-        # A graph may make it in forward: there the scales are saved in a byte each.
+        # A compiler may move this cast into forward, and then saves each scale in one byte.
         return Operand(operand.data, operand.scale.to(torch.float8_e8m0fnu).float())
     return operand
 
 
-# A linear layer, the plainest composition.
+# A linear layer, the simplest composition.
 
 
 def output_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of torch.autocast if that is active, else of ``x``; float64 stays so, as there."""
+    """Return the dtype of torch.autocast if that is active and ``x`` not float64, else of ``x``."""
     # torch.autocast does not know the meta device.
     if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
@@ -803,16 +803,16 @@ def output_dtype(x: Tensor) -> torch.dtype:
 def _recast(
     saved: Saved, call: Call, shared: Recast, make_input: Callable[[], Tensor | Prologue]
 ) -> Operand:
-    """The input of an eager layer, cast in backward for wgrad."""
+    """Cast the input of an eager layer in backward for wgrad, once for layers that share it."""
     scales, scale, wgrad = call.scales, saved.x_scale, call.plan.wgrad
     params = scales.requant_params(scale, saved.x_requant)
 
     def cast() -> Operand:
         spec = _saved_value(wgrad).right
-        made = replayed_quantize(make_input(), None, spec, params, scales.epsilon, False, ALIGN)
-        return _saved_value(made.columnwise)
+        result = replayed_quantize(make_input(), None, spec, params, scales.epsilon, False, ALIGN)
+        return _saved_value(result.columnwise)
 
-    if scales.are_given:  # each layer has its own
+    if scales.are_given:  # each layer has its own scale, so layers cannot share the cast
         return cast()
     return shared.operand((call.recipe, None if scale is None else scale.data_ptr()), cast)
 
@@ -837,7 +837,7 @@ class LinearFunction(Float8Function):
         origin = None
         is_large = needs[1] and x.numel() >= call.plan.recast_size and call.plan.wgrad is not None
         if is_large and not torch.compiler.is_compiling() and _requantizes_input(x, call, None):
-            origin = origin_of(x)  # which a graph finds by itself
+            origin = origin_of(x)  # a compiled graph needs none: the compiler recomputes x
         y, saved = forward(
             rows, weight, bias, call,
             needs=needs, dtype=output_dtype(x), inp=x, has_origin=origin is not None,
@@ -851,7 +851,7 @@ class LinearFunction(Float8Function):
         M, shape = call.comm.output_shape(x.shape, rows.shape[0], N)
         ctx.shapes = x.shape, (M, N, K)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        # Not a view: FSDP2 hooks the output, and an in-place op on a view would lose the hook.
+        # Do not return a view: FSDP2 hooks the output, and in-place ops on views lose the hook.
         if not torch.compiler.is_compiling() and y.shape == shape and not y._is_view():
             return y
         return torch.ops.aten._unsafe_view.default(y, shape)
@@ -863,9 +863,9 @@ class LinearFunction(Float8Function):
         if dy.ndim != 2:
             dy = dy.reshape(shape[:2]) if ctx.call.comm.tokens is None else as_matrix(dy)
         tensors, operand = ctx.saved_tensors, None
-        saved, of_origin = Saved._make(tensors[: len(Saved._fields)]), tensors[len(Saved._fields) :]
+        saved, inputs = Saved._make(tensors[: len(Saved._fields)]), tensors[len(Saved._fields) :]
         if needs[1] and ctx.recast is not None:
-            operand = _recast(saved, ctx.call, ctx.recast, lambda: ctx.make_input(*of_origin))
+            operand = _recast(saved, ctx.call, ctx.recast, lambda: ctx.make_input(*inputs))
         dx, dw, db = backward(
             dy, None, saved, ctx.call, needs=needs, shape=shape, dtypes=ctx.dtypes, operand=operand
         )
