@@ -1,8 +1,8 @@
-"""The FP8 state of one module: its recipe, delayed state, recomputation records.
+"""The FP8 state of one module: its recipe, delayed scales and recomputation records.
 
-A module asks ``Precision.begin`` once, at the top of ``forward``; the answer is a ``Call`` (run in
-FP8, like this) or None (run in high precision). The call is handed down to the autograd function,
-and its backward uses what the forward was given.
+A module asks ``Precision.begin`` once, at the top of ``forward``. The answer is a ``Call``, which
+says how to run in FP8, or None, which means high precision. The module hands the call down to the
+autograd function, whose backward uses the same call as its forward.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ __all__ = [
     "named_precisions", "place_precisions", "precisions", "precisions_below", "without_wrappers",
 ]  # fmt: skip
 
-_CREATED = itertools.count()  # modules with FP8 state, so far
-_HERE = object()  # the process group of the enclosing autocast
+_CREATED = itertools.count()  # counts the modules with FP8 state that this process has made
+_ENCLOSING = object()  # stands for the process group of the enclosing autocast
 
 
 class CallOptions(NamedTuple):
     """The options of one call that the caller of a module gives."""
 
     first_microbatch: bool | None = None
-    """As the user says it of the weight."""
+    """The user's ``is_first_microbatch``."""
     fused_weight: Any = None
     """A weight whose gradient goes into its ``main_grad``."""
     tokens: ShardMap | None = None
-    """The tokens of the module, under sequence parallelism."""
+    """The shard map of the module's tokens, under sequence parallelism."""
     parallel: TensorParallel | None = None
-    """How ranks share this call, if not as they share the module's others."""
+    """How ranks share this call, if they share it unlike the module's other calls."""
     experts: range | None = None
-    """Which of the module's experts this rank holds, if not all."""
+    """The experts of the module that this rank holds, if not all."""
 
 
 NO_OPTIONS = CallOptions()
@@ -77,15 +77,15 @@ class Call:
     """How one forward call of a module, and its backward, run in FP8.
 
     Attributes:
-        recipe: how to cast; ``plan`` is what it says of the three GEMMs.
+        recipe: how to cast; ``plan`` holds its specs for the three GEMMs.
         precision: the state of the module.
-        scales: where the scales of the casts come from.
-        cast_parallel: how ranks share what is cast, if they do.
-        comm: what the GEMMs send, unless the caller sees to that.
-        is_region: the call, outside of all autocast regions, is one of its own, to be ended.
-        in_graph: a compiled graph is traced.
-        watched: whether an observer sees it; a compiled graph has no trace of one.
-        casts_for_backward: a forward that saves nothing casts for backward, too, to record amaxes.
+        scales: the source of the scales of the casts.
+        cast_parallel: how ranks share the matrices that are cast, if they do.
+        comm: what the GEMMs send, unless the caller sends it.
+        is_region: the call is outside all autocast regions, and the module must ``end`` it.
+        in_graph: whether a compiled graph is being traced.
+        watched: whether an observer watches the call; never in a compiled graph.
+        casts_for_backward: a forward that saves nothing casts for backward too, to record amaxes.
     """
 
     __slots__ = (
@@ -112,7 +112,7 @@ class Call:
         self.watched = not self.in_graph and PROCESS.observer is not None
 
     def repetition(self, options: CallOptions) -> Call:
-        """A recomputation of this call by activation checkpointing."""
+        """Return the call by which activation checkpointing recomputes this call."""
         scales = self.scales.repetition() if isinstance(self.scales, DelayedScales) else self.scales
         return Call(self.recipe, self.precision, scales, self.comm, options)
 
@@ -122,12 +122,12 @@ class Precision:
 
     Attributes:
         recipe: the module's own recipe, or None to follow the enclosing autocast.
-        pinned: ``recipe`` wins over an enabled autocast; pinned None means high precision.
-        name: qualified name, where known.
-        fp8_all_gather: FSDP2 gathers the weight in FP8, as ``recipe`` says.
-        experts: how many weights the module has; each of them, and each one's rows of the input
-            and of the gradient, has a delayed scale of its own.
-        parallel: how tensor-parallel ranks share the module; None: they do not.
+        pinned: whether ``recipe`` wins over an enabled autocast; a pinned None is high precision.
+        name: the qualified name, where it is known.
+        fp8_all_gather: whether FSDP2 gathers the weight in FP8, by the specs of ``recipe``.
+        experts: the number of the module's weights; each weight has its own delayed scale, and so
+            have its rows of the input and of the gradient.
+        parallel: how tensor-parallel ranks share the module; None if they do not.
     """
 
     experts = 1
@@ -138,8 +138,8 @@ class Precision:
         key: str | None = None,
     ) -> None:  # fmt: skip
         self.fp8_all_gather = False
-        # By this ranks know each other's modules. A copy has its original's: one rank alone may
-        # keep a copy. A converted layer has its name, for ranks may differ in what else they build.
+        # Ranks match their modules by this key. A copy keeps the key of its original, for one rank
+        # alone may copy. A converted layer's key is its name, for ranks may build other modules.
         self.key = f"#{next(_CREATED)}" if key is None else key
         self.recipe = recipe
         self.pinned = pinned
@@ -149,8 +149,8 @@ class Precision:
         set_clock(torch.device("cpu"))
         self.warned_of_recast = self.warned_of_misfit = False
         self.weight_cast: Any = None  # kept over microbatches; belongs to casts.py
-        self._last: Call | None = None
-        self._shared: Call | None = None  # for calls that have nothing of their own
+        self._last_call: Call | None = None
+        self._shared_call: Call | None = None  # serves calls without options and delayed scales
 
     def __getstate__(self) -> dict[str, Any]:
         slots = {recipe: slots for (recipe, _), slots in self.slots.items()}
@@ -166,7 +166,7 @@ class Precision:
         )
         self.fp8_all_gather = state["fp8_all_gather"]
         self.experts = state.get("experts", 1)
-        ranks: Any = state.get("ranks")  # a process group is of its process alone
+        ranks: Any = state.get("ranks")  # a process group cannot leave its process
         self.parallel = None if ranks is None else NoGroup(ranks)  # type: ignore[assignment]
         self.slots = {(recipe, None): slots for recipe, slots in state["slots"].items()}
 
@@ -175,16 +175,16 @@ class Precision:
         copy.fp8_all_gather, copy.experts = self.fp8_all_gather, self.experts
         copy.parallel = self.parallel
         copy.slots = {key: slots.__deepcopy__(memo) for key, slots in self.slots.items()}
-        copy._place(self.handle.device)
+        copy._move_handle(self.handle.device)
         memo[id(self)] = copy
         return copy
 
     def slot_formats(self, plan: LinearPlan) -> tuple[list[torch.dtype], list[bool]]:
-        """Formats of the module's cast tensors, and which of them belong to the forward."""
+        """Return the formats of the module's cast tensors, and whether forward casts each."""
         return [plan.x.fp8_dtype, plan.w.fp8_dtype, plan.dy.fp8_dtype], [True, True, False]
 
     def active_recipe(self) -> Recipe | None:
-        """The recipe in force right here, or None for high precision."""
+        """Return the recipe in force for a call made now, or None for high precision."""
         autocast, recipe = STATE.autocast, self.recipe
         if autocast.enabled is False:
             return None
@@ -193,22 +193,23 @@ class Precision:
         return recipe if self.parallel is None else self._fitting(recipe)
 
     def _fitting(self, recipe: Recipe | None) -> Recipe | None:
-        """The recipe, or None if its blocks of features cross shards; then it warns once."""
+        """Return the recipe; if its blocks of features cross shards, warn once and return None."""
         if recipe is None or not isinstance(self.parallel, TensorParallel):
-            return recipe  # the group may come later
+            return recipe  # the group may be set later
         if (reason := misfit(self.parallel.features, recipe.linear)) is None:
             return recipe
         if STATE.region is not None and not torch.compiler.is_compiling():
-            STATE.region.fp8_calls += 1  # it does not warn that nothing ran in FP8
+            STATE.region.fp8_calls += 1  # or the region would warn that nothing ran in FP8
         if not self.warned_of_misfit:
             self.warned_of_misfit = not torch.compiler.is_compiling()
             _warn_of_misfit(self.name or "A layer", reason, repr(recipe))
         return None
 
     def weight_gather(self, *, shares_scales: bool = False) -> WeightCast | None:
-        """How FSDP2 gathers the weight in FP8; None where a GEMM wants it in high precision.
+        """Return the cast with which FSDP2 gathers the weight in FP8, or None.
 
-        Also None where tensor-parallel ranks have plain shards without ``shares_scales``.
+        It is None where a GEMM takes the weight in high precision, and where tensor-parallel ranks
+        have plain shards without ``shares_scales``.
         """
         recipe, parallel = self.recipe, self.parallel
         if not self.fp8_all_gather or recipe is None:
@@ -216,7 +217,7 @@ class Precision:
         plan = recipe.linear
         if not plan.fprop or not plan.dgrad:
             return None
-        # The amax of a shard's tensor is not that of the ranks that hold rows.
+        # A tensor's scale needs the amax of all tensor-parallel ranks; FSDP2 knows one rank's.
         if parallel is not None and (
             not shares_scales or plan.w.tensor_scale or misfit(parallel.features, plan) is not None
         ):
@@ -227,13 +228,13 @@ class Precision:
     def begin(
         self, x: Tensor, weight: Tensor, *, training: bool, options: CallOptions = NO_OPTIONS
     ) -> Call | None:
-        """Decide how a call runs, None in high precision; keeps what its recomputation needs.
+        """Decide how a call runs (None: in high precision), and record it for a recomputation.
 
         Args:
             x: the module's input.
-            weight: of the GEMM; or another tensor that is cast, if there is none.
-            training: of the module.
-            options: what the caller says of this call.
+            weight: the weight of the GEMM, or another tensor that is cast if there is no weight.
+            training: the module's attribute.
+            options: the options that the caller gives for this call.
         """
         if x.dtype not in HIGH_PRECISION_DTYPES or weight.dtype not in HIGH_PRECISION_DTYPES:
             return None
@@ -244,13 +245,13 @@ class Precision:
         recordings = CHECKPOINTS.recordings
         recording = CHECKPOINTS.replay
         if (hooks := saved_tensors_hooks(True)) is not None:
-            made, followed = _torch_recordings(hooks)
-            recordings += made
+            started, followed = _torch_recordings(hooks)
+            recordings += started
             recording = recording or followed
         if recording is not None or torch._C._current_graph_task_id() != NO_BACKWARD:
             call = self._begin_recomputation(recording, x.device, training, options)
         else:
-            call = self._last = self._begin_forward(x, training, options)
+            call = self._last_call = self._begin_forward(x, training, options)
         if training and not torch.is_grad_enabled():
             recordings = (*recordings, *_reentrant_recordings())
         for checkpoint in recordings:
@@ -258,7 +259,7 @@ class Precision:
         return call
 
     def _begin_forward(self, x: Tensor, training: bool, options: CallOptions) -> Call | None:
-        """The call of a forward that repeats no other."""
+        """Begin a forward that is no recomputation."""
         if (recipe := self.active_recipe()) is None:
             return None
         if (type(x), x.layout) != (Tensor, torch.strided):
@@ -271,9 +272,9 @@ class Precision:
         if not recipe.linear.delayed:
             if options is not NO_OPTIONS:
                 return self._new_call(recipe, options)
-            call, is_watched = self._shared, PROCESS.observer is not None
+            call, is_watched = self._shared_call, PROCESS.observer is not None
             if call is None or call.recipe is not recipe or call.watched != is_watched:
-                call = self._shared = self._new_call(recipe, options)
+                call = self._shared_call = self._new_call(recipe, options)
             return call
         call = self._new_call(recipe, options, self._slots(recipe, x.device), record=record)
         if record and region is not None:
@@ -284,9 +285,9 @@ class Precision:
         self, recipe: Recipe, options: CallOptions,
         delayed: DelayedSlots | GraphState | None = None, *, record: bool = False,
     ) -> Call:  # fmt: skip
-        """A call under current scales, or under those of slots, which a graph looks up itself.
+        """Return a call under current scales, or under the delayed scales of slots or of a graph.
 
-        A call that is to ``record`` amaxes outside of all regions is one of its own.
+        A call that is to ``record`` amaxes outside all regions is a region by itself.
         """
         plan, parallel, comm = recipe.linear, options.parallel or self.parallel, ONE_GPU
         if parallel is not None and not parallel.casts_only:
@@ -304,10 +305,10 @@ class Precision:
         return Call(recipe, self, scales, comm, options, record=record)
 
     def _begin_in_graph(self, recipe: Recipe, options: CallOptions, record: bool) -> Call:
-        """Where a graph is traced. State is not looked at before it runs (``in_graph.py``)."""
+        """Begin a call in a traced graph, which reads state only when it runs (``in_graph.py``)."""
         if not recipe.linear.delayed:
             return self._new_call(recipe, options)
-        # Dynamo of torch 2.11 takes ``torch.compiler.is_exporting()`` for true.
+        # Dynamo of torch 2.11 evaluates ``torch.compiler.is_exporting()`` to True.
         if torch.compiler._is_exporting_flag and not is_exporting():
             raise NotImplementedError(
                 f"recipe must not be a delayed one inside torch.export; got {recipe}. The program "
@@ -324,7 +325,7 @@ class Precision:
         self, recipe: Recipe, group: Any, index: int, record: bool, x: Tensor | Prologue | Groups,
         experts: range | None, *, shares_launch: bool,
     ) -> QuantParams:  # fmt: skip
-        """``DelayedSlots.params_in_graph``, when a compiled graph casts ``x``."""
+        """Return ``DelayedSlots.params_in_graph`` when a compiled graph runs and casts ``x``."""
         slots = self._slots(recipe, (x if isinstance(x, Tensor) else x.inputs[0]).device, group)
         pack = slots.pack
         pack.keeps_previous = True
@@ -332,7 +333,7 @@ class Precision:
             RECORDED.packs.add(pack)
             shares_launch = False
         forward = slots.forward[index]
-        recomputes = forward and (  # ``in_backward``, without asking whether this is traced
+        recomputes = forward and (  # like ``in_backward``, but without its check for tracing
             torch._C._current_graph_task_id() != NO_BACKWARD or CHECKPOINTS.replay is not None
         )
         if forward and not recomputes:
@@ -350,10 +351,10 @@ class Precision:
     def _begin_recomputation(
         self, replay: Recording | None, device: torch.device, training: bool, options: CallOptions
     ) -> Call | None:
-        """The call of a recomputation: recipe and scales of its original, and no forward amaxes.
+        """Begin a recomputation: with its original's recipe and scales, recording no forward amax.
 
-        A forward that ran compiled leaves no record of the original, nor does a module in eval mode
-        in torch's reentrant checkpoint: then those of the last forward.
+        A compiled forward leaves no record of the original call, nor does a module in eval mode in
+        torch's reentrant checkpoint: then the module's last forward takes its place.
         """
         if replay is None:
             node = torch._C._current_autograd_node()
@@ -363,9 +364,9 @@ class Precision:
         if replay is not None and (replay is CHECKPOINTS.replay or replay.has_next(self)):
             original: Call | None = replay.next(self)
             return original and original.repetition(options)
-        original = self._last
-        # The recomputation runs as the original did, also where backward is called inside another
-        # autocast; one entered again inside the checkpointed function speaks for itself.
+        original = self._last_call
+        # The recomputation runs as the original did, even where backward is called inside another
+        # autocast. An autocast that the checkpointed function itself enters applies, however.
         recipe = original.recipe if original is not None else None
         if STATE.autocast.enabled is not None and STATE.autocast.backward == current_backward():
             recipe = self.active_recipe()
@@ -379,18 +380,18 @@ class Precision:
     def set_parallel(self, parallel: TensorParallel | None) -> None:
         """Set how tensor-parallel ranks share the module."""
         self.parallel = parallel
-        self.weight_cast = self._shared = None
+        self.weight_cast = self._shared_call = None
         for slots in self.slots.values():
             slots.set_parallel(parallel)
 
     def has_slots(self, recipe: Recipe) -> bool:
-        """Whether a recipe has delayed scales of the GEMM."""
+        """Whether the GEMM has delayed scales under a recipe."""
         return recipe.linear.delayed
 
     def calibrate(self, *operands: Tensor | Groups, experts: range | None = None) -> None:
         """Record amaxes of a call in high precision, if an autocast asks for calibration.
 
-        ``operands`` are in the order of their slots; x in groups has a weight of several experts.
+        ``operands`` are in the order of their slots; if x is ``Groups``, the weight is of experts.
         """
         if STATE.autocast.calibrating:
             self._calibrate(operands, experts)
@@ -425,10 +426,10 @@ class Precision:
         self.weight_cast = None
         for slots in self.slots.values():
             slots.to(device)
-        self._place(device)
+        self._move_handle(device)
 
-    def _place(self, device: torch.device) -> None:
-        """Have a handle on the device, where a CUDA graph can take it."""
+    def _move_handle(self, device: torch.device) -> None:
+        """Make a handle on the device, where a CUDA graph can take it as an input."""
         if device.type in ("cpu", "cuda") and self.handle.device != device:
             self.handle = new_handle(self, device)
         set_clock(device)
@@ -436,11 +437,10 @@ class Precision:
     def prepare(
         self, device: torch.device, recipe: Recipe | None = None, group: Any = None
     ) -> None:
-        """Have the state of a delayed recipe, by default the module's own, before the first call.
+        """Make the state of a delayed recipe, by default the module's own, before the first call.
 
-        ``group`` reduces its amaxes; None is that of the enclosing autocast.
-
-        Then a module that some rank does not call for a while still follows what the others see.
+        A module that this rank does not call for a while then still follows the amaxes of other
+        ranks. ``group`` reduces the amaxes; None is the group of the enclosing autocast.
         """
         recipe = recipe or self.recipe
         if isinstance(recipe, DelayedScaling):
@@ -449,8 +449,8 @@ class Precision:
             if recipe.reduce_amax and (ranks := reducing_group(group)) is not None:
                 channel(ranks).add(slots)
 
-    def _slots(self, recipe: Any, device: torch.device, group: Any = _HERE) -> DelayedSlots:
-        group = STATE.autocast.group if group is _HERE else group
+    def _slots(self, recipe: Any, device: torch.device, group: Any = _ENCLOSING) -> DelayedSlots:
+        group = STATE.autocast.group if group is _ENCLOSING else group
         key = (recipe, group)
         if (slots := self.slots.get(key)) is None:
             fp8_dtypes, forward = self.slot_formats(recipe.linear)
@@ -464,15 +464,15 @@ class Precision:
 
 
 def call_under(recipe: Recipe, slots: DelayedSlots | None = None) -> Call:
-    """A call of no module: under current scales, or those of ``slots``, which record nothing."""
+    """Return a call without a module: under current scales, or those of ``slots``, unrecorded."""
     return Precision(recipe, key="")._new_call(recipe, NO_OPTIONS, slots)
 
 
 def place_precisions(module: nn.Module) -> None:
     """Move the FP8 state of a module's own GEMMs to its parameters' device.
 
-    Compiled graphs get a part of it as an input: one on a CPU keeps CUDA graphs away, and has the
-    compiler take what is computed with it for unaligned.
+    The handle is an input of compiled graphs. A handle on the CPU would prevent CUDA graphs, and
+    the compiler would take results that depend on it for unaligned.
     """
     device = next((parameter.device for parameter in module.parameters()), None)
     if device is not None:
@@ -484,7 +484,7 @@ def _warn_of_misfit(name: str, reason: str, recipe: str) -> None:
     warnings.warn(f"{name} runs in high precision: {reason}, under {recipe}.", stacklevel=2)
 
 
-# As torch.compiler.assume_constant_result marks it: it warns while a graph is traced.
+# The mark of torch.compiler.assume_constant_result: the warning comes while a graph is traced.
 _warn_of_misfit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -502,38 +502,38 @@ def _refuse_input(x: Tensor) -> None:
 
 
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module)(?=[./]|$)")
-"""What torch.compile, and torch's checkpoint_wrapper, call a module within theirs."""
+"""The names under which torch.compile and torch's checkpoint_wrapper hold a wrapped module."""
 
 
 def without_wrappers(path: str) -> str:
-    """The path of a module, or of what it has, as if torch had wrapped none."""
+    """Return the path of a module or of its attribute without the names of torch's wrappers."""
     return _WRAPPERS.sub("", path).strip(".")
 
 
 def named_precisions(model: nn.Module) -> Iterator[tuple[str, nn.Module, Precision]]:
-    """The path of every GEMM of a model, without wrappers, its module, and its FP8 state."""
+    """Yield each GEMM of a model: its path without wrappers, its module, and its FP8 state."""
     for path, module in model.named_modules():
         for name, precision in precisions(module):
             yield without_wrappers(f"{path}.{name}"), module, precision
 
 
 def precisions_below(model: nn.Module) -> Iterator[Precision]:
-    """The FP8 state of every GEMM of a model."""
+    """Return the FP8 states of all GEMMs of a model."""
     return (precision for _, _, precision in named_precisions(model))
 
 
 def precisions(module: nn.Module) -> Iterator[tuple[str, Precision]]:
-    """The FP8 state of each of a module's own GEMMs and its name: "" if there is but one."""
+    """Yield the name of each of a module's own GEMMs ("" for an only GEMM) and its FP8 state."""
     for name, value in vars(module).items():
         if isinstance(value, Precision):
             yield name.removeprefix("_fp8").lstrip("_"), value
 
 
 def _torch_recordings(hooks: Any) -> tuple[tuple[Recording, ...], Recording | None]:
-    """The recordings that the enclosing non-reentrant checkpoint of torch makes, and follows.
+    """Return the recordings that torch's enclosing non-reentrant checkpoint makes, and follows.
 
-    ``torch.utils.checkpoint`` gives a recomputation no link to the forward call that it repeats;
-    its saved-tensor hooks hold one, the frame, in their closure on both occasions.
+    ``torch.utils.checkpoint`` gives a recomputation no link to the forward call that it repeats.
+    But its saved-tensor hooks hold the same frame in their closures in forward and recomputation.
     """
     pack = inspect.unwrap(hooks[0])
     if (code := getattr(pack, "__code__", None)) is None:
@@ -550,10 +550,10 @@ def _torch_recordings(hooks: Any) -> tuple[tuple[Recording, ...], Recording | No
 
 
 def _reentrant_recordings() -> Iterator[Recording]:
-    """The recordings of the reentrant checkpoints whose forward is running.
+    """Yield the recordings of the reentrant checkpoints whose forward is running.
 
-    A reentrant checkpoint is an autograd function whose forward calls modules, without gradients.
-    Its ``ctx``, a local of that forward, is the node of the graph whose backward calls them again.
+    A reentrant checkpoint is an autograd function whose forward calls modules without gradients.
+    Its ``ctx``, a local of that forward, is the graph node whose backward repeats the calls.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

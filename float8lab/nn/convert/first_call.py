@@ -120,7 +120,7 @@ def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dic
             weight = layer._parameters.get("weight")
             states = [getattr(user, "_fp8", None) for user, _ in users.get(id(weight), [])]
             # One that ran before the call, such as a layer in a CUDA graph, may run unseen.
-            is_only_user = states == [layer._fp8] and layer._fp8._last is None
+            is_only_user = states == [layer._fp8] and layer._fp8._last_call is None
             if not ran.isdisjoint([layer._fp8, *states]) or not (parent_ran or is_only_user):
                 continue
             if _is_read(weight, reached, parent_ran):

@@ -124,7 +124,7 @@ UNSEEN = "_float8_unseen"
 
 def is_unseen(layer: nn.Module) -> bool:
     """Whether a converted layer did not run when the model was called, and has not run since."""
-    return UNSEEN in vars(layer) and all(p._last is None for _, p in precisions(layer))
+    return UNSEEN in vars(layer) and all(p._last_call is None for _, p in precisions(layer))
 
 
 def users_of(modules: Iterable[nn.Module]) -> ParameterUsers:
