@@ -1,4 +1,4 @@
-"""The operands of a linear layer: casts that layers share, weights that are kept."""
+"""The operands of a linear layer: casts that layers share, and weights whose casts are kept."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ __all__ = [
 
 
 def amaxes_of_shards(x: Matrix, weight: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """The amaxes of an input and a weight of which all ranks have shards, by one reduction.
+    """Return the amaxes of an input and a weight that are both sharded, from a single reduction.
 
-    None where there is no such amax, or but one of the two: then its cast reduces it.
+    They are None unless both tensors need such an amax; if one does, its cast reduces the amax.
     """
     plan, parallel = call.plan, call.comm.parallel
     per_tensor = plan.x.per_tensor and plan.w.per_tensor and plan.fprop is not None
@@ -53,24 +53,24 @@ def amaxes_of_shards(x: Matrix, weight: Tensor, call: Call) -> tuple[Tensor | No
 
 
 class InputSource(NamedTuple):
-    """A layer's input: its cast, where that is known, else its quantization parameters."""
+    """A layer's input: its cast if that exists already, else its quantization parameters."""
 
     params: QuantParams | None = None
     quantized: Quantized | None = None
     shared: tuple[Tensor, tuple[Any, ...]] | None = None
-    """The input, and the key under which its cast may serve other layers."""
+    """The input and the key under which other layers may use its cast."""
 
 
 def input_source(
     x: Matrix, inp: Tensor | None, specs: Orientations, call: Call, amax: Tensor | None = None
 ) -> InputSource:
-    """The cast of a layer's input, where another layer or a graph has made it; or its parameters.
+    """Return the cast of a layer's input if it exists or is made here, else its parameters.
 
-    Layers with the same input, ``inp``, share its cast: q, k and v, or gate and up. The last input
-    that was cast is remembered, weakly, and its cast for as long as it lives. Only a
-    result of autograd counts, by the node that made it: of other tensors it could not be told
-    whether a kernel has overwritten them since, as a replayed CUDA graph does with its outputs.
-    Delayed scaling does not share, for every layer has a scale of its own.
+    Layers with the same input, ``inp``, share its cast: q, k and v, or gate and up. A weak
+    reference remembers the last input that was cast, and the cast is kept as long as that input is
+    alive. Only results of autograd are shared, identified by their node: nothing tells whether a
+    kernel has overwritten another tensor since, as a replayed CUDA graph overwrites its outputs.
+    Delayed scaling shares no casts, for every layer has its own scale.
     """
     if not any(specs):
         return InputSource()
@@ -88,20 +88,20 @@ def input_source(
 
 
 def _input_key(x: Matrix, inp: Tensor, specs: Orientations, call: Call) -> tuple[Any, ...] | None:
-    """All that the cast of an input depends on; None if no other layer may have it."""
+    """Return everything that the cast of an input depends on; None if it may not be shared."""
     node = inp.grad_fn
     if node is None or (inp.is_cuda and capturing()):
-        return None  # while a CUDA graph is recorded nothing is shared: a replay needs all
+        return None  # nothing is shared while a CUDA graph is recorded: a replay needs all casts
     stream = torch._C._cuda_getCurrentRawStream(inp.device.index) if inp.is_cuda else 0
     key: tuple[Any, ...] = *specs, call.plan.epsilon, call.cast_parallel, call.comm.tokens
     if isinstance(x, Groups):
-        offs: Any = x.offs  # of the same groups, too
+        offs: Any = x.offs  # the groups must be the same, too
         key = (*key, StorageWeakRef(offs.untyped_storage()), offs.data_ptr(), version_of(offs))
     return (*key, inp._version, node._sequence_nr(), stream)
 
 
 class _SharedCast(threading.local):
-    """The last input of a layer that was cast for training on a thread."""
+    """The last input of a layer that a thread has cast for training."""
 
     last: tuple[weakref.ref[Tensor], tuple[Any, ...], Quantized] | None = None
     """The input, the key of its cast, and the cast."""
@@ -112,36 +112,36 @@ SHARED_CAST = _SharedCast()
 
 
 def remember_input(inp: Tensor, key: tuple[Any, ...], quantized: Quantized) -> None:
-    """Keep the cast of a layer's input for other layers that have the same."""
+    """Keep the cast of a layer's input for other layers with the same input."""
     SHARED_CAST.last = weakref.ref(inp, _forget_input), key, quantized
 
 
 def _forget_input(inp: weakref.ref[Tensor]) -> None:
-    """Forget the cast that was remembered of a layer's input, which is gone."""
+    """Forget the cast of a layer's input when that input is freed."""
     if SHARED_CAST.last is not None and SHARED_CAST.last[0] is inp:
         SHARED_CAST.last = None
 
 
-# What an observer is shown (``float8lab/inspect/watch``), where ``call.watched``.
+# These functions notify an observer (``float8lab/inspect/watch``), if ``call.watched``.
 
 
 def show_cast(
-    x: Matrix, made: Operand, spec: Spec, index: int, call: Call, *, only_in_backward: bool = False
-) -> None:
-    """A matrix was cast to ``made`` for a layer's GEMMs.
+    x: Matrix, operand: Operand, spec: Spec, index: int, call: Call, *,
+    only_in_backward: bool = False,
+) -> None:  # fmt: skip
+    """Show that a matrix was cast to ``operand`` for a layer's GEMMs.
 
-    In backward that of x or w is a repetition, by activation checkpointing, unless it is made only
-    there.
+    A cast of x or w in backward repeats a shown one, unless the cast is ``only_in_backward``.
     """
     if isinstance(x, Groups):
-        made, spec = _by_row(x, made, spec)
+        operand, spec = _with_row_scales(x, operand, spec)
         x = x.owned()
     if PROCESS.observer is not None and (index == DY or only_in_backward or not in_backward()):
-        PROCESS.observer.saw_cast(x, made, spec, index, call)
+        PROCESS.observer.saw_cast(x, operand, spec, index, call)
 
 
-def _by_row(x: Groups, operand: Operand, spec: Spec) -> tuple[Operand, Spec]:
-    """The operand with a scale for each row, where it has one for each group."""
+def _with_row_scales(x: Groups, operand: Operand, spec: Spec) -> tuple[Operand, Spec]:
+    """Give each row of an operand a scale, if the operand has a scale for each group."""
     if not spec.per_tensor:
         return operand, spec
     of_rows = groups_of_rows(operand.data.shape[0], x.offs)
@@ -149,28 +149,28 @@ def _by_row(x: Groups, operand: Operand, spec: Spec) -> tuple[Operand, Spec]:
     return Operand(operand.data, scale), replace(spec, block=(1, -1))
 
 
-def show_quantized(x: Matrix, specs: Orientations, made: Quantized, index: int, call: Call) -> None:
-    """A layer's input, or its gradient, was cast."""
+def show_quantized(x: Matrix, specs: Orientations, casts: Quantized, i: int, call: Call) -> None:
+    """Show that tensor ``i`` of a layer, an input or a gradient, was cast."""
     if specs.rowwise:
-        show_cast(x, made.rowwise, specs.rowwise, index, call)
-    elif specs.columnwise and isinstance(x, Tensor):  # groups are laid out in another way
-        show_cast(x.t(), made.columnwise, specs.columnwise, index, call)
+        show_cast(x, casts.rowwise, specs.rowwise, i, call)
+    elif specs.columnwise and isinstance(x, Tensor):  # columnwise groups have another layout
+        show_cast(x.t(), casts.columnwise, specs.columnwise, i, call)
 
 
 def _show_weights(weight: Tensor, operand: Operand, spec: Spec, call: Call) -> None:
-    """The weights of all experts below each other, unless a block would have rows of two."""
+    """Show all experts' weights as one matrix, unless a block would hold rows of two experts."""
     (E, N, K), (q, scale), (block_rows, block_columns) = weight.shape, operand, spec.block
     if isinstance(weight, Float8Tensor) or (block_rows > 1 and N % block_rows):
         return
-    scale = scale.reshape(E, -1, scale.shape[-1])  # that of a single expert may be [1]
+    scale = scale.reshape(E, -1, scale.shape[-1])  # a single expert's scale may be [1]
     down = N if block_rows == 1 else scale.shape[1]
     rows = Operand(q[:, :N].reshape(E * N, -1), scale[:, :down].reshape(E * down, -1))
-    below = replace(spec, block=(N if block_rows == -1 else block_rows, block_columns))
-    show_cast(weight.detach().reshape(E * N, K), rows, below, W, call)
+    rows_spec = replace(spec, block=(N if block_rows == -1 else block_rows, block_columns))
+    show_cast(weight.detach().reshape(E * N, K), rows, rows_spec, W, call)
 
 
 def show_gemm(kind: str, call: Call, a: Operand | None = None, b: Operand | None = None) -> None:
-    """``fprop``, ``dgrad`` or ``wgrad`` runs, of these operands or in high precision."""
+    """Show that ``fprop``, ``dgrad`` or ``wgrad`` runs, on operands or in high precision."""
     if PROCESS.observer is not None:
         PROCESS.observer.saw_gemm(kind, call, a, b)
 
@@ -179,10 +179,10 @@ def show_gemm(kind: str, call: Call, a: Operand | None = None, b: Operand | None
 
 
 def plain(weight: Tensor, prior: Tensor | None = None) -> Tensor:
-    """A weight in high precision.
+    """Return a weight in high precision.
 
-    A compiled backward gives ``prior``, a tensor that it computes: it dequantizes the weight after
-    that, and the forward saves nothing of it.
+    A compiled backward passes ``prior``, a tensor that it computes. The weight is then dequantized
+    after that tensor, so the forward cannot save the result.
     """
     if not isinstance(weight, Float8Tensor):
         return weight.dequantize() if isinstance(weight, Float4Tensor) else weight
@@ -192,7 +192,7 @@ def plain(weight: Tensor, prior: Tensor | None = None) -> Tensor:
 
 
 def stored_as(weight: Tensor, spec: Spec) -> TypeGuard[Float8Tensor]:
-    """Whether a weight's own bytes are the operand."""
+    """Whether the bytes in which a weight is stored are the operand."""
     if not isinstance(weight, Float8Tensor):
         return False
     block = spec.block if len(weight.spec.block) == 2 else (1, *spec.block)  # of experts
@@ -200,24 +200,24 @@ def stored_as(weight: Tensor, spec: Spec) -> TypeGuard[Float8Tensor]:
 
 
 def joined(weights: Sequence[Tensor]) -> Tensor:
-    """Weights below each other; stored in FP8 if they are and no block of rows has two of them."""
+    """Concatenate weights by rows; in FP8 if all are stored so and no block has rows of two."""
     first = weights[0]
-    # In a graph the format of a tensor that the graph computes is not known.
+    # The format of a tensor that a graph computes is unknown when the graph is traced.
     if isinstance(first, Float8Tensor) and not torch.compiler.is_compiling():
         rows = first.spec.block[0]
-        alike = all(isinstance(w, Float8Tensor) and w.spec == first.spec for w in weights)
-        if alike and rows > 0 and all(w.shape[0] % rows == 0 for w in weights):
+        have_one_spec = all(isinstance(w, Float8Tensor) and w.spec == first.spec for w in weights)
+        if have_one_spec and rows > 0 and all(w.shape[0] % rows == 0 for w in weights):
             return torch.cat(list(weights))
     return torch.cat([plain(weight) for weight in weights])
 
 
 def spec_of_experts(spec: Spec) -> Spec:
-    """How the weights of all experts, ``[E, N, K]``, are stored where each is cast as ``spec``."""
+    """Return the spec of all experts' weights, ``[E, N, K]``, each of which has ``spec``."""
     return replace(spec, block=(1, *spec.block))
 
 
 def recast(weight: Tensor, spec: Spec) -> str | None:
-    """From what to what a weight that is stored in FP8 is cast; None if it is not cast."""
+    """Describe how a weight that is stored in FP8 must be cast to ``spec``; None if it need not."""
     if not isinstance(weight, Float8Tensor) or stored_as(weight, spec):
         return None
     cast_spec = spec if weight.ndim < 3 else spec_of_experts(spec)
@@ -225,7 +225,7 @@ def recast(weight: Tensor, spec: Spec) -> str | None:
 
 
 def _warn_of_recast(weight: Tensor, call: Call) -> None:
-    """Say once a module that its weight's bytes are not the operand."""
+    """Warn once for each module if its weight's stored bytes are not the operand."""
     precision, change = call.precision, recast(weight, call.plan.w)
     if change is None or precision.warned_of_recast:
         return
@@ -239,7 +239,7 @@ def _warn_of_recast(weight: Tensor, call: Call) -> None:
 
 
 def _stored(weight: Float8Tensor) -> Operand:
-    """The FP8 data of a weight that is stored as the recipe wants it, padded."""
+    """Return the padded FP8 data of a weight that is stored in the recipe's format."""
     q, scale = weight.qdata, weight.scale
     rows, columns = (round_up(size, ALIGN) for size in q.shape[-2:])
     if q.shape[-2:] != (rows, columns):
@@ -251,7 +251,7 @@ def _stored(weight: Float8Tensor) -> Operand:
 
 
 class WeightSource(NamedTuple):
-    """A weight: its FP8 data, where these are known, else the weight and its parameters."""
+    """A weight: its FP8 data if they exist already, else the weight and its parameters."""
 
     high_precision: Tensor | None = None
     params: QuantParams | None = None
@@ -259,18 +259,18 @@ class WeightSource(NamedTuple):
 
 
 def weight_source(weight: Tensor, call: Call, amax: Tensor | None = None) -> WeightSource:
-    """The weight that is to be cast, and its quantization parameters; else the weight in FP8.
+    """Return the weight in FP8, or the weight and the quantization parameters of its cast.
 
-    That is a weight that is stored so, or kept, or cast by a compiled graph. In eager mode it is
-    cast in every forward unless the caller says that it did not change. Nothing about a tensor
-    tells that reliably: fused optimizers and ``weight.data`` leave the version counter alone.
-    ``is_first_microbatch`` does: True casts and keeps, False reuses.
+    It is in FP8 if it is stored in FP8, if its cast is kept, or if it is cast here, as in a
+    compiled graph. Eager mode casts it in every forward unless the caller says that it did not
+    change; no version counter says so, for fused optimizers and ``weight.data`` do not touch it.
+    The caller says so by ``is_first_microbatch``: True casts and keeps, False reuses.
     """
     if isinstance(weight, Float8Tensor):
         if stored_as(weight, call.plan.w):
             return WeightSource(quantized=Quantized(_stored(weight)))
         if not call.in_graph:
-            _warn_of_recast(weight, call)  # a graph holds no warnings
+            _warn_of_recast(weight, call)  # a graph cannot hold warnings
         weight = plain(weight)
     if call.in_graph or (call.cast_parallel is not None and call.first_microbatch is None):
         return WeightSource(quantized=call.scales.quantize(weight, W, call.plan.w, amax=amax))
@@ -281,11 +281,11 @@ def weight_source(weight: Tensor, call: Call, amax: Tensor | None = None) -> Wei
 
 
 def keeps_fp8_data(weight: Tensor, call: Call) -> bool:
-    """Whether a weight's FP8 data are kept for backward even if memory is to be saved.
+    """Whether a weight's FP8 data are kept for backward even if the layer saves memory.
 
-    They exist in any case where the weight is stored so, and where its cast is kept over
-    microbatches. Those of a weight that is stored for another recipe are kept in a graph, and where
-    ranks share their scales.
+    They exist anyway if the weight is stored in that format, or if its cast is kept over
+    microbatches. The cast of a weight that is stored for another recipe is kept in a graph, and
+    where ranks share the scale.
     """
     graph = torch.compiler.is_compiling()
     is_kept = not graph and call.first_microbatch is not None
@@ -295,7 +295,7 @@ def keeps_fp8_data(weight: Tensor, call: Call) -> bool:
 
 
 def note_weight(weight: Tensor, quantized: Quantized, call: Call) -> None:
-    """Tell an observer, and CPU offload, of the FP8 data of a weight."""
+    """Tell an observer and CPU offload about the FP8 data of a weight."""
     q = quantized.rowwise.data
     if call.watched and weight.ndim == 3:
         _show_weights(weight, quantized.rowwise, call.plan.w, call)
@@ -310,21 +310,21 @@ def note_weight(weight: Tensor, quantized: Quantized, call: Call) -> None:
 
 
 def _kept_weight(weight: Tensor, call: Call) -> Operand:
-    """The cast of a weight that is kept over microbatches."""
+    """Return the cast of a weight that is kept over microbatches, and make it if it is due."""
     scales, weight_cast = call.scales, call.precision.weight_cast
     reuses = not call.first_microbatch and weight_cast is not None
     if reuses and weight_cast.fits(weight, call.recipe):
         if isinstance(scales, DelayedScales) and weight_cast.params is not None:
             scales.known_params[W] = weight_cast.params
         return weight_cast.operand
-    with torch.inference_mode(False), torch.no_grad():  # training may use it next
-        made: Operand = scales.quantize(weight, W, call.plan.w).rowwise
+    with torch.inference_mode(False), torch.no_grad():  # the next to use it may be training
+        data: Operand = scales.quantize(weight, W, call.plan.w).rowwise
     params = scales.known_params[W] if isinstance(scales, DelayedScales) else None
     params = params and params._replace(amax_slot=None)
-    # A weak reference would have torch.utils.swap_tensors refuse the parameter.
+    # torch.utils.swap_tensors refuses a parameter that has a weak reference.
     ref = (lambda: weight) if isinstance(weight, nn.Parameter) else weakref.ref(weight)
-    call.precision.weight_cast = _WeightCast(ref, version_of(weight), call.recipe, made, params, [])
-    return made
+    call.precision.weight_cast = _WeightCast(ref, version_of(weight), call.recipe, data, params, [])
+    return data
 
 
 class _WeightCast(NamedTuple):
@@ -335,9 +335,9 @@ class _WeightCast(NamedTuple):
     recipe: Recipe
     operand: Operand
     params: QuantParams | None
-    """Its scale under delayed scaling."""
+    """The parameters of the cast under delayed scaling."""
     transposes: list[Operand]
-    """Its transpose, once a backward of experts has made it."""
+    """The transpose of the operand, once a backward of experts has made it."""
 
     def fits(self, weight: Tensor, recipe: Recipe) -> bool:
         is_same = self.weight() is weight and self.recipe == recipe
@@ -345,15 +345,15 @@ class _WeightCast(NamedTuple):
 
 
 def transposed(q: Tensor, scale: Tensor, prior: Tensor | None = None) -> Operand:
-    """The transpose of FP8 data with one scale, ``[1]``, or a matrix of scales."""
+    """Return the transpose of FP8 data with one scale, ``[1]``, or with a matrix of scales."""
     has_one = scale.ndim == 1 or scale.shape[-2:] == (1, 1)
     return Operand(transpose_op(q, 1, prior), scale if has_one else scale.mT)
 
 
 def kept_transpose(q: Tensor, scale: Tensor | None, call: Call) -> Operand | None:
-    """The transpose of a kept cast of experts' weights, kept with it; None of another cast.
+    """Return the transpose of experts' weights, kept with their kept cast; None without that cast.
 
-    Of many small experts it takes a tenth of the time of a step. A CUDA graph makes its own.
+    With many small experts it takes a tenth of a step's time. A CUDA graph makes its own transpose.
     """
     weight_cast = _kept_cast(q, call)
     if weight_cast is None or scale is None or (q.is_cuda and capturing()):
@@ -365,6 +365,6 @@ def kept_transpose(q: Tensor, scale: Tensor | None, call: Call) -> Operand | Non
 
 
 def _kept_cast(q: Tensor, call: Call) -> _WeightCast | None:
-    """The cast that is kept from one microbatch to the next, if ``q`` are its FP8 data."""
+    """Return the cast that is kept over microbatches if ``q`` are its FP8 data, else None."""
     weight_cast: _WeightCast | None = call.precision.weight_cast
     return weight_cast if weight_cast is not None and weight_cast.operand.data is q else None

@@ -1,9 +1,9 @@
 """Scale sources: where the scales of a layer's casts come from.  M rows, K columns.
 
-A call of a layer has one source, chosen when it begins, and its forward and backward ask nothing
-else. *Current* scales are made of the amaxes that the casts find; ranks that share a matrix
-*share* them. *Delayed* scales were made of the amaxes of earlier steps. In a compiled *graph*,
-delayed scales are looked up when it runs.
+A call of a layer has one source, chosen when the call begins, and its forward and backward take
+all scales from that source. *Current* scales are computed from the amax that each cast measures;
+ranks that have shards of a matrix *share* them. *Delayed* scales were computed from the amaxes of
+earlier steps. A compiled *graph* looks its delayed scales up when it runs.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ X, W, DY = 0, 1, 2
 """Indices of a linear layer's cast tensors."""
 
 _SHORT_ROWS = 1024
-"""Inductor's reductions of up to so many are "persistent"."""
+"""Inductor makes reductions of up to so many values "persistent"."""
 
 
 class ScaleSource:
-    """Where the scales of one call's casts come from: current ones, if no subclass gives others."""
+    """The scales of one call's casts: current scales, unless a subclass gives others."""
 
     __slots__ = ("_run", "epsilon", "parallel")
 
     are_given = False
-    """Whether casts are given scales, and make none of the amaxes that they find."""
+    """Whether casts are given their scales, rather than compute them from the amax."""
 
     def __init__(self, epsilon: float, parallel: TensorParallel | None) -> None:
         self.epsilon = epsilon
@@ -46,13 +46,13 @@ class ScaleSource:
         self._run = quantize if parallel is None else replayed_quantize
 
     def params(self, index: int, x: Matrix) -> QuantParams | None:
-        """Return the parameters of tensor ``index`` that are known before ``x`` is cast, if any."""
+        """Return the parameters that tensor ``index`` has before ``x`` is cast, if any."""
         return None
 
     def requant_params(self, scale: Tensor | None, requant: Tensor | None) -> QuantParams | None:
-        """The parameters that requantize a matrix to its FP8 data of forward, if these are saved.
+        """Return the parameters that requantize a matrix to its FP8 data of forward, if saved.
 
-        ``scale`` is that of the data, ``requant`` what ``quantize`` has returned.
+        ``scale`` is the scale of that data, and ``requant`` the field that ``quantize`` returned.
         """
         if scale is None:
             return None
@@ -60,16 +60,16 @@ class ScaleSource:
         return QuantParams(factors, None, "encode" if self.are_given else None)
 
     def uses_amax(self, index: int) -> bool:
-        """Whether a cast of tensor ``index`` will look at the amax of all values first."""
+        """Whether a cast of tensor ``index`` first needs the amax of all values."""
         return not self.are_given
 
     def quantize(
         self, x: Matrix, index: int, rowwise: Spec | None, columnwise: Spec | None = None, *,
         dbias: bool = False, align: int = ALIGN, amax: Tensor | None = None,
     ) -> Quantized:  # fmt: skip
-        """Cast tensor ``index`` of the call, by the arguments of the function ``quantize``.
+        """Cast tensor ``index`` of the call; the arguments are those of the function ``quantize``.
 
-        ``amax`` is that of the unsharded matrix of which x is a shard, ``[1, 1]``, if it is known.
+        ``amax``, ``[1, 1]``, is the amax of the unsharded matrix, if x is a shard and it is known.
         """
         params = self.params(index, x)
         if not self.are_given:
@@ -88,10 +88,10 @@ def _shares_matrix_amax(*specs: Spec | None) -> bool:
 
 
 def _amax_params(x: Matrix, index: int) -> QuantParams | None:
-    """The amax of a matrix in a compiled graph, in plain PyTorch; None where the op finds it."""
-    # A compiler finds it in the loop that computes the matrix; the op has to read the matrix for
-    # it. By rows, as norms are, or the compiler makes two loops. A weight is computed by nothing.
-    # Short rows make Inductor hold whole ones in registers: right for a norm, but a costly
+    """Compute the amax of a matrix in a graph in plain PyTorch; None leaves it to the cast op."""
+    # The compiler computes the amax in the loop that computes the matrix; the op would read the
+    # matrix once more. The amax goes by rows, as norms do, or the compiler makes two loops. No loop
+    # computes a weight. Inductor holds a short row in registers, which suits a norm, but a costly
     # gradient, such as that of rotary embedding, took three times as long on an H200.
     if not isinstance(x, Tensor) or index == W or not x.numel():
         return None
@@ -104,14 +104,14 @@ def _quantize_shard(
     x: Matrix, rowwise: Spec | None, columnwise: Spec | None, parallel: TensorParallel, dim: int,
     amax: Tensor | None, epsilon: float, dbias: bool, align: int,
 ) -> Quantized:  # fmt: skip
-    """``quantize`` of a shard, with the bytes that the cast of the unsharded matrix gives it.
+    """Cast a shard to the same bytes that a cast of the unsharded matrix would give it.
 
-    The amax of a block that spans the sharded dimension is the largest over ranks. No other block
-    crosses shards: such tokens are gathered before, and such features run in high precision.
+    A block that spans the sharded dimension has the largest amax of all ranks. No other block
+    crosses shards: such tokens are gathered first, and such features run in high precision.
 
     Args:
         dim: the sharded dimension of ``x``.
-        amax: of the unsharded matrix, ``[1, 1]``, if it is known.
+        amax: the amax of the unsharded matrix, ``[1, 1]``, if it is known.
     """
     params: QuantParams | None = None
     if _shares_matrix_amax(rowwise, columnwise):
@@ -121,29 +121,28 @@ def _quantize_shard(
     if not (rows_span or columns_span):
         return replayed_quantize(x, rowwise, columnwise, params, epsilon, dbias, align)
     by_rows, by_columns = None if rows_span else rowwise, None if columns_span else columnwise
-    made = Quantized()
+    result = Quantized()
     if by_rows or by_columns:
-        made = replayed_quantize(x, by_rows, by_columns, params, epsilon, False, align)
-        made = made._replace(requant=None)
+        result = replayed_quantize(x, by_rows, by_columns, params, epsilon, False, align)
+        result = result._replace(requant=None)
     if rowwise is not None and rows_span:
         operand = _quantize_spanning(x, rowwise, parallel, epsilon, align, False)
-        made = made._replace(rowwise=operand)
+        result = result._replace(rowwise=operand)
     if columnwise is not None and columns_span:
         operand = _quantize_spanning(x, columnwise, parallel, epsilon, align, True)
-        made = made._replace(columnwise=operand)
+        result = result._replace(columnwise=operand)
     if dbias:
         sums = _column_sums_of_groups(x) if isinstance(x, Groups) else value_of(x).float().sum(0)
-        made = made._replace(dbias=sums)
-    return made
+        result = result._replace(dbias=sums)
+    return result
 
 
 def _quantize_spanning(
     x: Matrix, spec: Spec, parallel: TensorParallel, epsilon: float, align: int, is_columnwise: bool
 ) -> Operand:
-    """One orientation of a shard whose blocks span the dimension that ranks share."""
-    # Ranks share the features of experts, never their rows, so groups are cast rowwise here,
-    # padding rows as zeros. The weights of experts are cast below each other, each padded to whole
-    # blocks.
+    """Cast one orientation of a shard whose blocks span the sharded dimension."""
+    # Ranks share the features of experts, never their rows. So groups are cast rowwise here, with
+    # zeros as padding rows. Experts' weights are padded to full blocks and cast as one matrix.
     if isinstance(x, Groups):
         matrix = x.owned()
         q, scale = _quantize_spanning(matrix, spec, parallel, epsilon, align, is_columnwise)
@@ -151,8 +150,8 @@ def _quantize_spanning(
     if isinstance(x, Tensor) and x.ndim == 3:
         weights, rows_of_block = x.mT if is_columnwise else x, spec.block[0]
         E, rows, _ = weights.shape
-        below = F.pad(weights, (0, 0, 0, round_up(rows, max(rows_of_block, align)) - rows))
-        q, scale = _quantize_spanning(below.flatten(0, 1), spec, parallel, epsilon, align, False)
+        padded = F.pad(weights, (0, 0, 0, round_up(rows, max(rows_of_block, align)) - rows))
+        q, scale = _quantize_spanning(padded.flatten(0, 1), spec, parallel, epsilon, align, False)
         rows = round_up(rows, align)
         q = q.view(torch.uint8).unflatten(0, (E, -1))[:, :rows].contiguous().view(q.dtype)
         return Operand(q, scale.unflatten(0, (E, -1))[:, : -(-rows // rows_of_block)].contiguous())
@@ -165,12 +164,12 @@ def _quantize_spanning(
     pad = (0, across - amaxes.shape[1], 0, down - amaxes.shape[0])
     params = QuantParams.of_amax(F.pad(amaxes, pad), spec.scale_rule)
     by_rows, by_columns = (None, spec) if is_columnwise else (spec, None)
-    made = quantize(x, by_rows, by_columns, params, epsilon, align=align)
-    return made.columnwise if is_columnwise else made.rowwise
+    result = quantize(x, by_rows, by_columns, params, epsilon, align=align)
+    return result.columnwise if is_columnwise else result.rowwise
 
 
 def _column_sums_of_groups(x: Groups) -> Tensor:
-    """The column sums of each group, ``[E, K]``, float32."""
+    """Return the column sums of each group, ``[E, K]``, float32."""
     (value,), offs = x.inputs, x.offs
     row = torch.arange(value.shape[0], device=value.device, dtype=offs.dtype)
     sums = value.new_zeros((offs.shape[0] + 1, value.shape[1]), dtype=torch.float32)
@@ -178,10 +177,9 @@ def _column_sums_of_groups(x: Groups) -> Tensor:
 
 
 class DelayedScales(ScaleSource):
-    """Scales that a module's slots have from the amaxes of earlier steps.
+    """The scales in a module's slots, which come from the amaxes of earlier steps.
 
-    They do not change during a call, but for one that has to be made of the first tensor that a
-    slot sees.
+    They do not change during a call, except that the first tensor of a slot sets its first scale.
     """
 
     __slots__ = ("experts", "is_empty_everywhere", "known_params", "record", "slots")
@@ -192,12 +190,12 @@ class DelayedScales(ScaleSource):
         self, epsilon: float, parallel: TensorParallel | None, slots: DelayedSlots, *, record: bool,
         is_empty_everywhere: bool, experts: range | None,
     ) -> None:  # fmt: skip
-        """Ask the slots for the scales that are known.
+        """Ask the slots for the scales that they have.
 
         Args:
-            record: whether the amaxes that casts find are recorded.
-            is_empty_everywhere: whether a call without rows has none on other ranks, either.
-            experts: which of the module's experts this rank has, if not all.
+            record: whether the amaxes of casts are recorded.
+            is_empty_everywhere: whether a call without rows here has none on other ranks, either.
+            experts: the experts of the module that this rank has, if not all.
         """
         super().__init__(epsilon, parallel)
         self.slots = slots
@@ -207,9 +205,9 @@ class DelayedScales(ScaleSource):
         self.known_params = slots.known_params(record=record, experts=experts)
 
     def params(self, index: int, x: Matrix) -> QuantParams:
-        """The scale and encode factor of a tensor, and the slot for its amax.
+        """Return the scale and encode factor of a tensor, and the slot for its amax.
 
-        The slots' answer in a forward holds for the rest of the call.
+        The parameters of a forward tensor hold for the rest of the call.
         """
         if (params := self.known_params[index]) is not None:
             return params
@@ -222,13 +220,13 @@ class DelayedScales(ScaleSource):
         return params
 
     def uses_amax(self, index: int) -> bool:
-        """Whether ``params`` will make the tensor's first scale of its values."""
+        """Whether ``params`` will compute the tensor's first scale from its values."""
         return self.known_params[index] is None and not self.slots.is_seeded(index)
 
     def repetition(self) -> DelayedScales:
-        """The scales of a recomputation of the call: it records the amaxes of gradients alone."""
+        """Return the scales of the call's recomputation, which records only gradients' amaxes."""
         if self.record:
-            # Tied to the backward pass that the recomputation runs in, not to one inside of it.
+            # Watch the backward pass that the recomputation runs in, not one nested in it.
             self.slots.pack.watch_backward()
         scales = copy.copy(self)
         scales.known_params = [p and p._replace(amax_slot=None) for p in self.known_params]
@@ -236,7 +234,7 @@ class DelayedScales(ScaleSource):
 
 
 class GraphScales(ScaleSource):
-    """Delayed scales in a compiled graph, which has an op that looks them up when it runs."""
+    """Delayed scales in a compiled graph, where an op looks them up when the graph runs."""
 
     __slots__ = ("state",)
 
