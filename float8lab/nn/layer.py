@@ -1,10 +1,10 @@
-"""The base of modules of GEMMs: what their declarations say becomes parameters and FP8 state.
+"""The base of modules with GEMMs: it builds parameters and FP8 state from GEMM definitions.
 
-Note: the nouns of this room.
+Note: this file uses these nouns.
 
 - *GEMM definition*: a ``GemmDef``, which names the parameters that form the weight of one GEMM, and
-  says their sizes on this rank and how ranks share them. ``module.gemms`` has one for each GEMM.
-- *state*: the ``Precision`` of a GEMM, ``module._fp8``, or ``module._fp8_fc1`` of a GEMM ``fc1``.
+  gives their sizes on this rank and how ranks share them. ``module.gemms`` lists the definitions.
+- *state*: the ``Precision`` of a GEMM: ``module._fp8``, or ``module._fp8_fc1`` for a GEMM ``fc1``.
 - *storage*: parameters are stored in FP8 where ``fp8_model_init`` is active (``parameters.py``).
 - *shard marks*: attributes of parameters that say to trainers which dimension ranks share.
 
@@ -52,30 +52,30 @@ class GemmDef(NamedTuple):
     """The definition of a GEMM, ``y = x @ weight.T + bias``; sizes are those of this rank."""
 
     weights: tuple[str, ...]
-    """Names of the parameters that form the weight, below each other; or one for each expert."""
+    """Names of the parameters whose rows together form the weight; or a name for each expert."""
     biases: tuple[str, ...]
     """Names of their biases."""
     shapes: tuple[tuple[int, ...], ...]
     """The shapes of these weights: ``[N, K]``, or ``[E, N, K]`` of all experts together."""
     bias_shapes: tuple[tuple[int, ...], ...] = ()
-    """The shapes of the biases; empty: they are None."""
+    """The shapes of the biases; empty if they are None."""
     name: str = ""
-    """Of the GEMM in its module; "" where there is but one."""
+    """The name of the GEMM in its module; "" for an only GEMM."""
     init_method: InitMethod | None = None
     mode: str | None = None
     """How ranks share the weight: "column", "row" or None."""
     features: tuple[int, ...] = ()
-    """How many of the features that ranks share this rank has: one number, or one for each of
-    several matrices behind each other."""
+    """How many of the sharded features this rank has: one number, or a number for each of several
+    matrices that form the weight."""
     experts: int = 0
-    """How many experts' matrices the weight consists of; 0: it is one matrix."""
+    """How many experts' matrices the weight consists of; 0 for a single matrix."""
 
     @classmethod
     def named(
         cls, name: str, shape: tuple[int, ...], bias: bool, init_method: InitMethod | None,
         mode: str | None = None, *, features: tuple[int, ...] = (),
     ) -> GemmDef:  # fmt: skip
-        """The definition of one of several GEMMs, with one weight of ``shape``."""
+        """Return the definition of one of several GEMMs, with one weight of ``shape``."""
         return cls(
             (f"{name}_weight",), (f"{name}_bias",), (shape,), (shape[:-1],) if bias else (), name,
             init_method, mode, features, shape[0] if len(shape) == 3 else 0,
@@ -83,17 +83,17 @@ class GemmDef(NamedTuple):
 
     @property
     def state(self) -> str:
-        """The name of the attribute with the GEMM's FP8 state."""
+        """The name of the module's attribute that holds the GEMM's FP8 state."""
         return f"_fp8_{self.name}" if self.name else "_fp8"
 
     @property
     def shard_dim(self) -> int:
-        """The dimension of a matrix that ranks share."""
+        """The sharded dimension of a matrix."""
         return int(self.mode == "row")
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """``[N, K]`` on this rank, ``[E, N, K]`` of experts."""
+        """The weight's shape on this rank: ``[N, K]``, or ``[E, N, K]`` for experts."""
         *_, rows, columns = self.shapes[0]
         if self.experts:
             return self.experts, rows, columns
@@ -102,7 +102,7 @@ class GemmDef(NamedTuple):
     def parameters(
         self, device: torch.device, dtype: torch.dtype
     ) -> Iterator[tuple[str, nn.Parameter | None]]:
-        """New parameters by name, each bias after its weight; weights are not initialised."""
+        """Yield new, uninitialised parameters and their names, each bias after its weight."""
         weights = self._empty(self.shapes, device, dtype)
         biases = self._empty(self.bias_shapes, device, dtype) or (None,) * len(self.biases)
         for items in itertools.zip_longest(
@@ -114,7 +114,7 @@ class GemmDef(NamedTuple):
     def _empty(
         self, shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype
     ) -> Sequence[Tensor | None]:
-        """New tensors; matrices of experts are in one memory."""
+        """Allocate tensors; the matrices of experts share one allocation."""
         if self.experts and len(shapes) > 1:
             shape = (len(shapes), *shapes[0])
             return torch.empty(shape, device=device, dtype=dtype).unbind()
@@ -122,7 +122,7 @@ class GemmDef(NamedTuple):
 
 
 class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
-    """A module whose parameters, FP8 state, shard marks and repr follow from its definitions."""
+    """A module whose parameters, FP8 state, shard marks and repr follow from GEMM definitions."""
 
     gemms: tuple[GemmDef, ...] = ()
     """The definitions of the module's GEMMs, in the order of its parameters."""
@@ -132,7 +132,7 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
     fuse_wgrad_accumulation = False
     parallel_mode: str | None = None
     _split: dict[str, int] | None = None
-    """The rows of each parameter, by name, where the weight is split into several."""
+    """The rows of each parameter, by name, if the weight is split into several parameters."""
 
     _shown: ClassVar[tuple[str, ...]] = ()
     """The attributes that the module's repr shows."""
@@ -141,7 +141,7 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
     _keeps_initial_values = False
 
     def _set_flags(self, *, bias: bool, **flags: bool) -> None:
-        """Check flags and keep each under its name, ``bias`` as ``use_bias``."""
+        """Check flags and set each as an attribute of its name, but ``bias`` as ``use_bias``."""
         arguments.check_flags(bias=bias, **flags)
         self.use_bias = bool(bias)
         for name, flag in flags.items():
@@ -151,7 +151,7 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
         self, in_features: int, out_features: int, parallel_mode: str | None,
         parameters_split: Sequence[str] | Mapping[str, int] | None, init_method: InitMethod | None,
     ) -> GemmDef:  # fmt: skip
-        """Set the features that this rank has; returns the definition of the module's only GEMM.
+        """Set the number of features of this rank, and return the module's only GEMM definition.
 
         The arguments are those of the constructor: the features of all ranks together.
         """
@@ -167,9 +167,9 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
         named = {"out_features": out_features}
         if sizes is not None:
             named = {f"parameters_split[{name!r}]": size for name, size in sizes.items()}
-        columns, down = (self.tp_size if mode == kind else 1 for kind in ("column", "row"))
-        rows = tuple(parallel.share_of(name, size, columns) for name, size in named.items())
-        K = parallel.share_of("in_features", in_features, down)
+        R_out, R_in = (self.tp_size if mode == kind else 1 for kind in ("column", "row"))
+        rows = tuple(parallel.share_of(name, size, R_out) for name, size in named.items())
+        K = parallel.share_of("in_features", in_features, R_in)
         self.out_features, self.in_features = sum(rows), K
         prefixes = [""] if sizes is None else [f"{name}_" for name in sizes]
         weights, biases = (tuple(f"{p}{kind}" for p in prefixes) for kind in ("weight", "bias"))
@@ -183,7 +183,7 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
         self, *gemms: GemmDef, device: torch.device | str | None, params_dtype: torch.dtype | None,
         tp_group: ProcessGroup | None = None, ub: Mapping[str, object] | None = None,
     ) -> None:  # fmt: skip
-        """Make what the definitions say: the last step of a constructor."""
+        """Build parameters and FP8 state from the definitions, as a constructor's last step."""
         arguments.check_dtype("params_dtype", params_dtype)
         device = arguments.check_device("device", device) or parameters.default_device()
         self.register_load_state_dict_pre_hook(parallel.ignore_extra_state)
@@ -209,7 +209,7 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
                 self.register_parameter(name, parameter)
 
     def reset_parameters(self) -> None:
-        """Initialise weights by the init methods, and biases to 0; as ``Linear`` does."""
+        """Initialise weights by the init methods, and biases to 0, like ``Linear``."""
         parameters.materialize(self)
         keep = self._keeps_initial_values
         for gemm in self.gemms:
@@ -229,7 +229,7 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
         }
 
     def _shared_scales(self, gemm: GemmDef) -> SharedScales | None:
-        """How ranks share the scales of a weight that is to be stored in FP8."""
+        """Return how ranks share the scales of a weight that will be stored in FP8."""
         sharing = getattr(self, gemm.state).parallel
         if sharing is None or STATE.init is None:
             return None
@@ -241,7 +241,7 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
         return SharedScales(sharing, gemm.shard_dim)
 
     def _mark_shards(self, gemm: GemmDef) -> None:
-        """Mark parameters for what sums gradients, or loads checkpoints, of several ranks."""
+        """Mark parameters for trainers that sum gradients or load checkpoints of several ranks."""
         if self.tp_size == 1:
             return
         for name in gemm.weights:
@@ -265,7 +265,7 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
         return cast._replace(spec=spec_of_experts(cast.spec)) if len(gemm.shapes[0]) == 3 else None
 
     def _weight_and_bias(self, gemm: GemmDef) -> tuple[Tensor, Tensor | None]:
-        """The weight and the bias that the parameters of a GEMM form."""
+        """Return the weight and the bias that the parameters of a GEMM form."""
         weights = [getattr(self, name) for name in gemm.weights]
         biases = [getattr(self, name) for name in gemm.biases]
         if len(weights) == 1:
@@ -273,14 +273,14 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
         return joined(weights), None if biases[0] is None else torch.cat(biases)
 
     def _returned(self, bias: Tensor | None) -> Tensor | None:
-        """The bias that a forward returns: a copy where FSDP frees the parameter after it."""
+        """Return the bias that forward returns; a copy if FSDP frees the parameter afterwards."""
         return bias.clone() if self._is_fsdp_managed_module and bias is not None else bias
 
     def _begin(
         self, precision: Precision, x: Tensor, weight: Tensor, first_microbatch: bool | None,
         tokens: ShardMap | None,
     ) -> Call | None:  # fmt: skip
-        """How a GEMM on a weight runs, by the module's input; None stands for high precision."""
+        """Decide how a GEMM on a weight runs for the module's input; None is high precision."""
         options = NO_OPTIONS
         if self.fuse_wgrad_accumulation or first_microbatch is not None or tokens is not None:
             fused = fused_weight(self, weight) if self.fuse_wgrad_accumulation else None
@@ -312,7 +312,7 @@ class NormGemmModule(GemmModule):
         self._norm = NormKind(normalization == "LayerNorm", self.eps, self.zero_centered_gamma)
 
     def _register_parameters(self, device: torch.device, dtype: torch.dtype) -> None:
-        # Ranks share the features of the norm, and gather them for it, under row parallelism.
+        # Under row parallelism ranks share the features of the norm's input, and gather them.
         gathered = self.gemms[0].mode == "row" and self.tp_size > 1
         size = self.gemms[0].shape[-1] * (self.tp_size if gathered else 1)
         self.layer_norm_weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
@@ -324,7 +324,7 @@ class NormGemmModule(GemmModule):
         super()._register_parameters(device, dtype)
 
     def reset_parameters(self) -> None:
-        """Initialise the norm, and the rest as ``Linear`` does."""
+        """Initialise the norm, and the parameters of GEMMs like ``Linear``."""
         parameters.materialize(self)
         nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.layer_norm_bias is not None:
@@ -332,9 +332,9 @@ class NormGemmModule(GemmModule):
         super().reset_parameters()
 
     def _checked(self, inp: Tensor, weight: Tensor, argument: str, ranks: int = 1) -> Tensor:
-        """The input in high precision; raises if norm and weight are of another size.
+        """Return the input in high precision, or raise if norm or weight do not fit its features.
 
-        ``ranks``: how many share the features of the norm.
+        ``ranks`` is the number of ranks that share the features of the norm.
         """
         features, normed = weight.shape[1], weight.shape[1] * ranks
         dtype = inp.dtype if isinstance(inp, Tensor) else None
@@ -346,14 +346,14 @@ class NormGemmModule(GemmModule):
         return inp.dequantize() if isinstance(inp, Float8Tensor) else inp
 
     def _normed(self, x: Tensor) -> Tensor:
-        """The norm in high precision."""
+        """Compute the norm in high precision."""
         norm = self.layer_norm_weight, self.layer_norm_bias
         return normalize(x, *norm, self._norm, output_dtype(x))
 
     def _outputs(
         self, y: Tensor, bias: Tensor | None, normed: Tensor | None
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """One output, or a tuple of as many as were asked for."""
+        """Return the output, or a tuple of all outputs that were asked for."""
         biases = (self._returned(bias),) if self.return_bias else ()
         outputs = (y, *biases, *(() if normed is None else (normed,)))
         return outputs if len(outputs) > 1 else y
@@ -362,7 +362,7 @@ class NormGemmModule(GemmModule):
 def linear_in_high_precision(
     precision: Precision, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: ShardMap | None
 ) -> Tensor:
-    """``x @ weight.T + bias`` without FP8, on one rank or several, and its amaxes if asked for."""
+    """Compute ``x @ weight.T + bias`` without FP8 on any ranks; record amaxes for calibration."""
     if (sharing := precision.parallel) is None:
         precision.calibrate(x, weight)
         return nn.functional.linear(x, weight, bias)
@@ -380,7 +380,7 @@ def describe_fp8(module: nn.Module) -> str:
     ', recipe=Float8BlockScaling()'
     """
     facts = []
-    # All GEMMs of a module have one recipe. A pinned None, of overrides, is high precision.
+    # All GEMMs of a module have one recipe. A pinned None, from overrides, is high precision.
     precision = next((precision for _, precision in precisions(module)), None)
     if precision is not None and (precision.recipe is not None or precision.pinned):
         facts.append(f"recipe={precision.recipe!r}")

@@ -30,45 +30,45 @@ __all__ = ["Linear"]
 class Linear(GemmModule, nn.Linear):
     """``y = x @ weight.T + bias`` with its GEMMs in FP8 inside ``autocast``.
 
-    Shape: input ``[..., in_features]`` of any leading dimensions and any size, zero and multiples
-    of nothing included; output ``[..., out_features]``.
+    Shape: input ``[..., in_features]`` with any leading dimensions and any sizes, also zero and
+    sizes that are multiples of nothing; output ``[..., out_features]``.
 
-    Numerics: outside ``autocast``, and without a recipe of its own, this is ``torch.nn.Linear``.
-    Else the recipe says how x, weight and dy are cast; GEMMs accumulate in float32; the bias is
-    added before the output is rounded. x is saved for backward in FP8 where wgrad runs in FP8.
+    Numerics: outside ``autocast``, and without its own recipe, this module is ``torch.nn.Linear``.
+    Otherwise the recipe says how x, weight and dy are cast; GEMMs accumulate in float32; the bias
+    is added before the output is rounded. x is saved for backward in FP8 where wgrad runs in FP8.
 
     Args:
         in_features: size of the last dimension of the input, on all ranks together.
         out_features: size of the last dimension of the output, on all ranks together.
-        bias: learn an additive bias, initialised to 0.
+        bias: whether the layer learns an additive bias, initialised to 0.
         init_method: ``init_method(weight)`` initialises in place; None is normal, mean 0, standard
             deviation 0.023.
         parameters_split: names, or a mapping from names to sizes along dimension 0, of several
             parameters that together form the weight (``<name>_weight``) and the bias
             (``<name>_bias``).
         device: None is the default device if one was set, else the current CUDA device if there is
-            one, else the CPU. ``"meta"`` works.
+            any, else the CPU. ``"meta"`` works.
         params_dtype: dtype of the parameters; None is the default dtype.
         return_bias: do not add the bias; return ``(output, bias)``.
         fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad``, which the caller
             allocates, instead of producing ``weight.grad``.
-        sequence_parallel: each rank has its share of the tokens, along the first dimension, where
-            they enter a column-parallel layer or leave a row-parallel one.
+        sequence_parallel: each rank has a shard of the tokens, along the first dimension, where
+            they enter a column-parallel layer or leave a row-parallel layer.
         tp_group: process group of the R ranks that share the layer (``docs/many_gpus.md``).
         tp_size: R, where ``tp_group`` is given later.
         parallel_mode: "column": each rank has ``[out_features / R, in_features]`` of the weight
-            and gives as many features; "row": ``[out_features, in_features / R]``, takes as many
-            features, and all have the sum of their outputs; None: no rank shares anything.
-        get_rng_state_tracker: returns a ``CudaRNGStatesTracker``, from one of whose streams
-            ``init_method`` draws; None is the default stream.
-        rng_tracker_name: the stream; None is ``"model-parallel-rng"``.
-        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. GEMMs run beside what
-            is sent where that was measured to pay; ``ub_overlap_ag=False, ub_overlap_rs=False``
-            switches it off. Numbers are the same.
+            and outputs that many features; "row": each has ``[out_features, in_features / R]``,
+            takes that many features, and gets the sum of all outputs; None: ranks share nothing.
+        get_rng_state_tracker: returns a ``CudaRNGStatesTracker``; ``init_method`` draws from one
+            of its streams. None is the default stream.
+        rng_tracker_name: the name of that stream; None is ``"model-parallel-rng"``.
+        ub: Transformer Engine's arguments ``ub_overlap_ag`` and the like. GEMMs overlap with
+            communication where that was measured to pay, with the same results;
+            ``ub_overlap_ag=False, ub_overlap_rs=False`` switches the overlap off.
 
     Raises:
         ValueError: ``parameters_split`` does not add up to ``out_features``, or is given with
-            ``fuse_wgrad_accumulation``; sizes that the ranks cannot share equally.
+            ``fuse_wgrad_accumulation``; or ranks cannot share the sizes equally.
 
     >>> layer = float8lab.Linear(64, 32, device="cpu")
     >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
@@ -76,10 +76,10 @@ class Linear(GemmModule, nn.Linear):
     torch.Size([3, 32])
     """
 
-    # Defaults for layers that convert_to_float8 made a Linear without calling __init__.
+    # Defaults for layers that convert_to_float8 turns into Linear without calling __init__.
     gemms = (GemmDef(("weight",), ("bias",), ()),)
     _fp8: Precision
-    output_layout: Placement | None = None  # of a DTensor, which Float8RowwiseParallel asks for
+    output_layout: Placement | None = None  # Float8RowwiseParallel asks for a DTensor with it
 
     def __init__(  # the signature is the interface that users' code is written for
         self,
@@ -114,7 +114,7 @@ class Linear(GemmModule, nn.Linear):
     def reset_parameters(self) -> None:
         """Initialise the weight by ``init_method``, and the bias to 0.
 
-        Parameters on the meta device get memory on the default one, as in a new module.
+        Parameters on the meta device get memory on the default device, as in a new module.
         """
         if "gemms" in vars(self):
             super().reset_parameters()
@@ -130,22 +130,22 @@ class Linear(GemmModule, nn.Linear):
 
         Args:
             inp: ``[..., in_features]``; may be a nested tensor of layout ``torch.jagged``.
-            is_first_microbatch: True casts the weight and keeps the cast, False uses the kept one:
-                say so only if the weight did not change in between. True also makes
+            is_first_microbatch: True casts the weight and keeps the cast; False uses the kept
+                cast, so pass it only if the weight did not change in between. True also makes
                 ``fuse_wgrad_accumulation`` overwrite ``main_grad`` instead of adding to it. None
                 casts the weight every time.
-            input: ``inp``, under its name in ``torch.nn.Linear``.
+            input: ``inp``, by its name in ``torch.nn.Linear``.
 
         Returns:
-            ``[..., out_features]``; with ``return_bias``, a tuple of the output without bias, and
-            the bias.
+            ``[..., out_features]``; with ``return_bias``, the output without the bias, and the
+            bias.
         """
         if input is not None:
             if inp is not None:
                 raise TypeError("input must be None where inp is given; got both. Pass one.")
             inp = input
         if isinstance(inp, Tensor) and inp.is_nested:
-            return self._of_components(inp, is_first_microbatch)
+            return self._apply_to_nested(inp, is_first_microbatch)
         if self._split is not None:
             weight, bias = self._weight_and_bias(self.gemms[0])
         else:
@@ -154,7 +154,7 @@ class Linear(GemmModule, nn.Linear):
         if not is_tensor or inp.shape[-1:] != weight.shape[1:]:
             check_input("inp" if input is None else "input", inp, (weight.shape[1],), "in_features")
         added = None if self.return_bias else bias
-        # In inference Transformers gives the layer its local shards: plain tensors.
+        # In inference Transformers passes local shards to the layer, which are plain tensors.
         if self._placement is not None and is_dtensor(weight):
             y = self._placement.run(self, inp, weight, added, is_first_microbatch)
             return (y, self._returned(bias)) if self.return_bias else y
@@ -172,10 +172,10 @@ class Linear(GemmModule, nn.Linear):
             parallel.remember_tokens(y, tokens)
         return (y, self._returned(bias)) if self.return_bias else y
 
-    def _of_components(
+    def _apply_to_nested(
         self, inp: Any, first_microbatch: bool | None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Apply the layer to a nested tensor: to its components' values, which are one tensor."""
+        """Apply the layer to a nested tensor, all of whose components' values are one tensor."""
         if inp.layout != torch.jagged:
             raise TypeError(
                 f"inp must have layout torch.jagged if it is nested; got {inp.layout}. Name the "
@@ -197,11 +197,11 @@ class Linear(GemmModule, nn.Linear):
     def _follow_placements(
         self, weight: Tensor | None, old: Tensor | None = None, *, sharded: bool = False
     ) -> None:
-        """Have ranks share the layer as the placements of a weight that is a DTensor say.
+        """Set how ranks share the layer by the placements of its weight, if that is a DTensor.
 
         Args:
-            old: the one in whose place it comes.
-            sharded: FSDP2 shards it over all dimensions of its mesh but the last.
+            old: the weight that this weight replaces.
+            sharded: FSDP2 shards the weight over all dimensions of its mesh but the last.
         """
         if self._placement is None and not is_dtensor(weight):
             return
@@ -210,7 +210,7 @@ class Linear(GemmModule, nn.Linear):
             mesh, placements = weight.device_mesh, weight.placements
             if sharded:
                 mesh, placements = mesh[(mesh.mesh_dim_names or ())[-1]], placements[-1:]
-            # Loaded here, for it imports DTensor: that takes as long as all of float8lab.
+            # Imported here, for it imports DTensor, which takes as long as all of float8lab.
             dtensor = importlib.import_module("float8lab.nn.dtensor")
             self._placement = dtensor.WeightPlacement(mesh, placements, weight.shape)
             self._placement.share_scales(weight, old)

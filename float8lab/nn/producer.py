@@ -1,7 +1,7 @@
-"""A layer's input in backward, made of what the op that produced it saves anyway.
+"""Compute a layer's input in backward from tensors that the op that produced it saves anyway.
 
 In eager mode autograd's node of that op holds its saved tensors, such as the two factors of a
-multiplication. They are alive in backward whether or not a layer saves them, too.
+multiplication. They are alive in backward whether or not a layer saves them as well.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _VIEWS = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackwar
 
 
 class Recast:
-    """The cast in backward of an input that several layers have; the last of them forgets it."""
+    """The cast in backward of an input that several layers share; the last layer frees it."""
 
     def __init__(self) -> None:
-        self.layers = 0  # which have the input
-        self._waiting = 0  # of them, for the cast; 0 once none does
+        self.layers = 0  # the number of layers that share the input
+        self._waiting = 0  # the number of layers that have yet to take the cast
         self._key: object = None
         self._operand: Operand | None = None
 
     def operand(self, key: object, cast: Callable[[], Operand]) -> Operand:
-        """Call ``cast``, whose result depends on ``key`` alone, for the first layer of all."""
+        """Return the result of ``cast``, which depends only on ``key``; the first layer calls it."""
         if self._operand is None or self._key != key:
             self._key, self._operand = key, cast()
         operand = self._operand
@@ -50,7 +50,7 @@ class Recast:
 
 
 class _Last(threading.local):
-    """The last input that had an origin on a thread, and its cast."""
+    """The last input of a thread that had an origin, and its cast."""
 
     input: Callable[[], Tensor | None] = staticmethod(lambda: None)
     cast: Callable[[], Recast | None] = staticmethod(lambda: None)
@@ -60,13 +60,13 @@ _LAST = _Last()
 
 
 class Origin(NamedTuple):
-    """A function that gives the bytes of a matrix once more, and its inputs, alive in backward."""
+    """A function that recomputes a matrix bit for bit, and its inputs, alive in backward."""
 
     make: Callable[..., Tensor | Prologue]
     tensors: tuple[Tensor, ...]
 
     def recast(self, x: Tensor) -> Recast:
-        """The cast of x in backward, one for all layers that have it one after the other."""
+        """Return the cast of x in backward, which consecutive layers with the input x share."""
         if (cast := _LAST.cast() if _LAST.input() is x else None) is None:
             cast = Recast()
             _LAST.input, _LAST.cast = weakref.ref(x), weakref.ref(cast)
@@ -75,34 +75,34 @@ class Origin(NamedTuple):
 
 
 def origin_of(x: Tensor) -> Origin | None:
-    """The origin of an input ``[..., K]`` as rows ``[M, K]``; None if none is known.
+    """Return the origin of an input ``[..., K]``, which gives rows ``[M, K]``, or None.
 
-    Saved-tensor hooks may move what is saved: then a tensor that two nodes save is there twice.
+    With saved-tensor hooks it is None: they may move a tensor, once for each node that saves it.
     """
     if x.grad_fn is None or saved_tensors_hooks(True) is not None:
         return None
     try:
         node = _behind_views(x.grad_fn, {*_VIEWS, "TransposeBackward0"})
-        # An op that saves its output, such as attention and ReLU.
+        # Some ops save their output, such as attention and ReLU.
         output = getattr(node, "_saved_output", getattr(node, "_saved_result", None))
         memory = x.untyped_storage().data_ptr()
         if output is not None and output.untyped_storage().data_ptr() == memory:
             return Origin(partial(torch.reshape, shape=(-1, x.shape[-1])), (x,))
-        # Of a version above 0, something has changed the values since.
+        # If the version is above 0, an in-place op has changed the values since.
         return None if x._version else _origin_by(_behind_views(x.grad_fn, _VIEWS), x)
-    except RuntimeError:  # the node has no saved tensors any more, or one was changed
+    except RuntimeError:  # the node has freed its saved tensors, or one of them was changed
         return None
 
 
 def _behind_views(node: Node | None, views: frozenset[str] | set[str]) -> Node | None:
-    """The node whose output some views show; None of a function that is not torch's own."""
+    """Return the node whose output the views show; None if it is a custom autograd function."""
     while node is not None and node.name() in views:
         node = node.next_functions[0][0]
     return None if isinstance(node, BackwardCFunction) else node
 
 
 def _origin_by(node: Node | None, x: Tensor) -> Origin | None:
-    """The origin of x as the output of a node, by the node's inputs of the same dtype."""
+    """Return the origin of x, the output of a node, if the node saved inputs of the same dtype."""
     rows = (-1, x.shape[-1])
     make: Callable[..., Tensor | Prologue]
     names: tuple[str, ...]
@@ -124,7 +124,7 @@ def _origin_by(node: Node | None, x: Tensor) -> Origin | None:
         return None
     if any(isinstance(tensor, nn.Parameter) and tensor.ndim > 1 for tensor in tensors):
         return None
-    # FSDP2 frees parameters between forward and backward, and gathers those of a group at a time.
+    # Save copies: FSDP2 frees parameters after forward, and gathers them by groups in backward.
     copies = [t.detach().clone() if isinstance(t, nn.Parameter) else t for t in tensors]
     return Origin(make, tuple(copies))
 
