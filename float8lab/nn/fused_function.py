@@ -1,15 +1,15 @@
-"""The autograd functions of a linear layer and of an MLP, with what comes before them.  M rows.
+"""The autograd functions of a linear layer and of an MLP, each with a front.  M rows.
 
-Note: the nouns of this room.
+Note: this file uses these nouns.
 
-- *front*: what a module computes before its first GEMM, while that GEMM's input is cast: a norm of
-  the tokens (``NormFront``), or the permutation of tokens to experts' rows (``ExpertFront``).
+- *front*: the computation before a module's first GEMM, done while that GEMM's input is cast: a
+  norm of the tokens (``NormFront``), or their permutation to experts' rows (``ExpertFront``).
 - *prologue*: a front or an activation as the input of a cast. Neither is ever written, nor is the
   gradient between the activation and fc1.
-- *front tensors*: the two inputs of the front beside x, and the five tensors that it saves.
+- *front tensors*: the two inputs of the front besides x, and the five tensors that it saves.
 
-Saved for backward are the front tensors and fc1's output, which the derivatives need. wgrad
-requantizes these, and dgrad the weights, under the forward's scales.
+Forward saves the front tensors and fc1's output, which the derivatives need. wgrad requantizes
+them, and dgrad requantizes the weights, with the scales of forward.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Layer: TypeAlias = tuple[Tensor, Tensor | None]
 
 _FrontTensors: TypeAlias = tuple[Tensor | None, ...]
 _NormTensors: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
-"""What a norm saves: x, ``[M, K]``, weight, bias, mean and rstd."""
+"""The tensors that a norm saves: x, ``[M, K]``, weight, bias, mean and rstd."""
 
 
-class _Begun(NamedTuple):
-    """The front of a call."""
+class _FrontData(NamedTuple):
+    """The results of the front of a call."""
 
     source: Tensor | Prologue
     """The first GEMM's input, ``[M, K]``."""
@@ -51,7 +51,7 @@ class _Begun(NamedTuple):
     rows: int
     """M."""
     value: Tensor | None = None
-    """The values of the source, where they are returned."""
+    """The values of the source, if the call returns them."""
     offsets: Offsets | None = None
     """The offsets of experts' rows."""
 
@@ -61,12 +61,12 @@ class NormFront(NamedTuple):
 
     kind: NormKind
     return_norm: bool
-    """Return the norm's output as well."""
+    """Whether the call returns the norm's output as well."""
 
     def begin(
         self, x: Tensor, tensors: tuple[Tensor, Tensor | None], dtype: torch.dtype, call: Call, *,
         needs_dx: bool, needs_dw: bool,
-    ) -> _Begun:  # fmt: skip
+    ) -> _FrontData:  # fmt: skip
         """Compute the statistics of the norm, and its values if they are returned."""
         weight, bias = tensors
         x2 = as_matrix(x)
@@ -76,10 +76,10 @@ class NormFront(NamedTuple):
         want_amax = want_amax and call.scales.uses_amax(X)
         source, stats = source_of_norm(x2, weight, bias, self.kind, dtype, want_amax=want_amax)
         saved = (x2, weight, bias, *stats) if needs_dx or needs_dw else (None,) * 5
-        return _Begun(source, saved, x2.shape[0], source.value() if self.return_norm else None)
+        return _FrontData(source, saved, x2.shape[0], source.value() if self.return_norm else None)
 
     def source(self, saved: _FrontTensors, dtype: torch.dtype) -> Prologue:
-        """The norm; an empty prologue where only biases want gradients."""
+        """Return the norm; an empty prologue where only biases need gradients."""
         if saved[0] is None:
             return Prologue("", [], dtype)
         x, weight, bias, mean, rstd = cast("_NormTensors", saved)
@@ -88,7 +88,7 @@ class NormFront(NamedTuple):
     def gradients(
         self, dx: Tensor, saved: _FrontTensors, shape: torch.Size
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of x, and of the norm's weight and bias."""
+        """Compute the gradients of x, and of the norm's weight and bias."""
         x, weight, bias, mean, rstd = cast("_NormTensors", saved)
         bias_dtype = None if bias is None else bias.dtype
         dx, dgamma, dbeta = backward_of_norm(dx, x, weight, mean, rstd, self.kind, bias_dtype)
@@ -98,7 +98,7 @@ class NormFront(NamedTuple):
 class ExpertFront(NamedTuple):
     """The rows of experts; its tensors are their offsets, ``[E]``, and a row map or None.
 
-    With the row map of ``moe_permute``, x are tokens, which the cast permutes to these rows.
+    With the row map of ``moe_permute``, x holds tokens, which the cast permutes to these rows.
     """
 
     rows: int
@@ -106,19 +106,19 @@ class ExpertFront(NamedTuple):
     def begin(
         self, x: Tensor, tensors: tuple[Tensor, Tensor | None], dtype: torch.dtype, call: Call, *,
         needs_dx: bool, needs_dw: bool,
-    ) -> _Begun:  # fmt: skip
+    ) -> _FrontData:  # fmt: skip
         """Find the token of each row."""
         offs, row_map = tensors
         offsets = Offsets.of(offs, self.rows)
         if row_map is None:
-            return _Begun(x, (*offsets, None, None, None), self.rows, offsets=offsets)
+            return _FrontData(x, (*offsets, None, None, None), self.rows, offsets=offsets)
         token = row_tokens(row_map, self.rows)
         tokens = (x, token) if needs_dw else (None, None)
         source = Prologue("permute", [x, token], dtype)
-        return _Begun(source, (*offsets, row_map, *tokens), self.rows, offsets=offsets)
+        return _FrontData(source, (*offsets, row_map, *tokens), self.rows, offsets=offsets)
 
     def source(self, saved: _FrontTensors, dtype: torch.dtype) -> Prologue | None:
-        """The permutation of tokens; None: x were rows."""
+        """Return the permutation of tokens; None if x already held experts' rows."""
         *_, row_map, x, token = saved
         if row_map is None:
             return None
@@ -127,7 +127,7 @@ class ExpertFront(NamedTuple):
     def gradients(
         self, dx: Tensor, saved: _FrontTensors, shape: torch.Size
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradient of rows, or its sum over the rows of each token."""
+        """Return the gradient of the rows, or its sum over the rows of each token."""
         row_map = saved[2]
         dx = dx if row_map is None else gather_rows_op(dx, row_map, dx.dtype)[0]
         return dx, None, None
@@ -141,13 +141,13 @@ class MlpCall(NamedTuple):
     fc1: Call
     fc2: Call
     checkpoint: bool = False
-    """Recompute the activation's input in backward, in place of saving it."""
+    """Whether backward recomputes the activation's input, rather than forward saves it."""
     fp8_input: bool = False
-    """Save the activation's input in FP8; has no effect with ``checkpoint``."""
+    """Whether forward saves the activation's input in FP8; no effect with ``checkpoint``."""
 
 
 class NormLinearFunction(Float8Function):
-    """``norm(x) @ weight.T + bias``, and ``norm(x)`` if the front returns it: ``run`` it.
+    """Compute ``norm(x) @ weight.T + bias``, and ``norm(x)`` if the front returns it, by ``run``.
 
     Args:
         x: ``[..., K]``.
@@ -156,7 +156,7 @@ class NormLinearFunction(Float8Function):
         weight: ``[N, K]``, ordinary or a Float8Tensor.
         bias: ``[N]`` or None.
 
-    It returns ``[..., N]``, in the dtype that ``LinearFunction`` gives.
+    It returns ``[..., N]``, in the dtype that ``LinearFunction`` would return.
     """
 
     @staticmethod
@@ -166,23 +166,23 @@ class NormLinearFunction(Float8Function):
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         (N, K), dtype = weight.shape, output_dtype(x)
         needs_dx, needs_dw = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
-        begun = front.begin(
+        front_data = front.begin(
             x, (norm_weight, norm_bias), dtype, call, needs_dx=needs_dx, needs_dw=needs_dw
         )
         y, saved = forward(
-            begun.source, weight, bias, call,
-            needs=(needs_dx, needs_dw), dtype=dtype, inp=begun.value,
+            front_data.source, weight, bias, call,
+            needs=(needs_dx, needs_dw), dtype=dtype, inp=front_data.value,
         )  # fmt: skip
-        ctx.save_for_backward(*begun.saved, *saved)
+        ctx.save_for_backward(*front_data.saved, *saved)
         ctx.front, ctx.call, ctx.dtype, ctx.x_shape = front, call, dtype, x.shape
-        M, shape = call.comm.output_shape(x.shape, begun.rows, N)
+        M, shape = call.comm.output_shape(x.shape, front_data.rows, N)
         ctx.shape = M, N, K
         ctx.dtypes = dtype, weight.dtype, None if bias is None else bias.dtype
-        # Not views: an in-place op on a view of an autograd function's output is refused.
+        # Do not return views: torch refuses in-place ops on views of autograd functions' outputs.
         y = torch.ops.aten._unsafe_view.default(y, shape)
-        if begun.value is None:
+        if front_data.value is None:
             return y
-        return y, torch.ops.aten._unsafe_view.default(begun.value, x.shape)
+        return y, torch.ops.aten._unsafe_view.default(front_data.value, x.shape)
 
     @staticmethod
     @once_differentiable
@@ -193,33 +193,33 @@ class NormLinearFunction(Float8Function):
             dy.reshape(ctx.shape[:2]), ctx.front.source(front, ctx.dtype), saved, ctx.call,
             needs=(any(needs[:3]), needs[3], needs[4]), shape=ctx.shape, dtypes=ctx.dtypes,
         )  # fmt: skip
-        of_gemm = (dw, db, None, None)
+        gemm_gradients = (dw, db, None, None)
         if dn is None:
-            return (None,) * 3 + of_gemm
+            return (None,) * 3 + gemm_gradients
         if dnorm:
             dn = dn + dnorm[0].reshape(dn.shape)
-        return ctx.front.gradients(dn, front, ctx.x_shape) + of_gemm
+        return ctx.front.gradients(dn, front, ctx.x_shape) + gemm_gradients
 
 
 _SAVED_SPEC = Spec(E4M3, (1, 128))
-"""How an activation's input is kept in one byte an element; rounded to 4 significant bits."""
+"""The spec that saves an activation's input in one byte an element, with 4 significant bits."""
 
 
 class _Mlp(Float8Function):
-    """``activation(front(x) @ w1.T + b1) @ w2.T + b2``: ``run`` it.
+    """Compute ``activation(front(x) @ w1.T + b1) @ w2.T + b2``, by ``run``.
 
     Args:
         x: ``[..., K]``.
-        front_weight: a norm's weight, ``[K]``; of experts, the offsets of their rows, ``[E]``.
-        front_bias: a norm's bias, ``[K]`` or None; of experts, the row map of ``moe_permute`` that
-            says to which rows tokens go; None: x are rows, of which those behind the last offset
-            give zeros.
-        fc1_weight: ``[F, K]``, or ``[2 F, K]`` if the activation gates; of experts, ``[E, ...]``.
+        front_weight: a norm's weight, ``[K]``; for experts, the offsets of their rows, ``[E]``.
+        front_bias: a norm's bias, ``[K]`` or None; for experts, the row map of ``moe_permute``,
+            which assigns tokens to rows, or None if x holds rows, of which those after the last
+            offset give zeros.
+        fc1_weight: ``[F, K]``, or ``[2 F, K]`` if the activation gates; for experts, ``[E, ...]``.
         fc1_bias: ``[F]``, ``[2 F]``, or None.
         fc2_weight: ``[K, F]``.
         fc2_bias: ``[K]`` or None.
 
-    It returns ``[..., K]``, and the norm's output if the call returns it, as ``LinearFunction``.
+    It returns ``[..., K]``, in the dtype of ``LinearFunction``, and the norm's output if asked to.
     """
 
     @staticmethod
@@ -231,14 +231,14 @@ class _Mlp(Float8Function):
         needs_dx, needs_dw1 = any(needs[:3]), needs[3]
         needs_dh, needs_dw2 = any(needs[:5]), needs[5]
         recomputes = call.checkpoint and (needs_dh or needs_dw2)
-        begun = call.front.begin(
+        front_data = call.front.begin(
             x, (front_weight, front_bias), dtype, call.fc1,
             needs_dx=needs_dx, needs_dw=needs_dw1 or recomputes,
         )  # fmt: skip
-        offsets = begun.offsets
+        offsets = front_data.offsets
         h, saved1 = forward(
-            begun.source, fc1_weight, fc1_bias, call.fc1,
-            needs=(needs_dx, needs_dw1), dtype=dtype, inp=begun.value, recomputes=recomputes,
+            front_data.source, fc1_weight, fc1_bias, call.fc1,
+            needs=(needs_dx, needs_dw1), dtype=dtype, inp=front_data.value, recomputes=recomputes,
             offsets=offsets,
             save_memory=offsets is not None and is_memory_of_parameter(fc1_weight),
         )  # fmt: skip
@@ -252,21 +252,21 @@ class _Mlp(Float8Function):
         if (needs_dh or needs_dw2) and not recomputes:
             saved_h = quantize(h, _SAVED_SPEC, align=1).rowwise if call.fp8_input else (h, None)
         recomputed = fc1_bias if recomputes else None
-        ctx.save_for_backward(*begun.saved, *saved1, *saved2, *saved_h, recomputed)
+        ctx.save_for_backward(*front_data.saved, *saved1, *saved2, *saved_h, recomputed)
         ctx.call, ctx.dtype, ctx.x_shape = call, dtype, x.shape
         N, K = fc1_weight.shape[-2:]
-        M, _ = call.fc1.comm.output_shape(x.shape, begun.rows, N)
+        M, _ = call.fc1.comm.output_shape(x.shape, front_data.rows, N)
         ctx.shapes = (M, N, K), (M, K, fc2_weight.shape[-1])
-        x_dtype = x.dtype if isinstance(begun.source, Tensor) else dtype
+        x_dtype = x.dtype if isinstance(front_data.source, Tensor) else dtype
         ctx.dtypes = (
             (x_dtype, fc1_weight.dtype, None if fc1_bias is None else fc1_bias.dtype),
             (dtype, fc2_weight.dtype, None if fc2_bias is None else fc2_bias.dtype),
         )
         if offsets is None:
             y = torch.ops.aten._unsafe_view.default(y, x.shape)
-        if begun.value is None:
+        if front_data.value is None:
             return y
-        return y, torch.ops.aten._unsafe_view.default(begun.value, x.shape)
+        return y, torch.ops.aten._unsafe_view.default(front_data.value, x.shape)
 
     @staticmethod
     @once_differentiable
@@ -294,22 +294,22 @@ class _Mlp(Float8Function):
         wants = (any(needs[:3]), needs[3], needs[4])
         dh = Prologue(f"{call.activation}_backward", [h, da], ctx.dtype)
         gradient = Gradient(dh, call.fc1, needs=wants, offsets=offsets)
-        # The largest tensors of a layer, of which the GEMMs need the cast alone.
+        # Free the largest tensors of a layer: the GEMMs need only their cast.
         del h, da, dh, activated, saved2, tensors
-        # Autograd would let go of them only when backward has returned. Of a retained graph, this
-        # lets go of nothing.
+        # Autograd would free them only after backward has returned. If the graph is retained, this
+        # call frees nothing.
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()
         dn, dw1, db1 = backward(
             gradient, source, saved1, call.fc1,
             needs=wants, shape=shape1, dtypes=dtypes1, offsets=offsets,
         )  # fmt: skip
-        of_gemms = (dw1, db1, dw2, db2, None)
+        gemm_gradients = (dw1, db1, dw2, db2, None)
         if dn is None:
-            return (None,) * 3 + of_gemms
+            return (None,) * 3 + gemm_gradients
         if dnorm:
             dn = dn + dnorm[0].reshape(dn.shape)
-        return call.front.gradients(dn, front, ctx.x_shape) + of_gemms
+        return call.front.gradients(dn, front, ctx.x_shape) + gemm_gradients
 
 
 class NormMlpFunction(_Mlp):

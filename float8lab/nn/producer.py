@@ -39,7 +39,7 @@ class Recast:
         self._operand: Operand | None = None
 
     def operand(self, key: object, cast: Callable[[], Operand]) -> Operand:
-        """Return the result of ``cast``, which depends only on ``key``; the first layer calls it."""
+        """Return the result of ``cast``, which depends on ``key`` only; the first layer calls."""
         if self._operand is None or self._key != key:
             self._key, self._operand = key, cast()
         operand = self._operand
