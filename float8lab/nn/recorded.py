@@ -1,12 +1,12 @@
 """Record the forward and backward of callables as CUDA graphs, and replay them.
 
-torch records the kernels; this file takes care of FP8's state. A graph holds the casts with their
-delayed scales, which it reads where the modules keep them, and records amaxes there. It does not
-hold the end of the region: whoever calls advances the scales, as in eager mode.
+torch records the kernels; this file takes care of FP8's state. A graph holds the casts. It reads
+their delayed scales from the modules' tensors and records amaxes there. It does not hold the end
+of the region: the caller advances the scales, as in eager mode.
 
-A forward saves in the graphs' own memory what its backward needs, and the next replay overwrites
-it. So a replay notes its autograd node. Nothing ``is_ready`` while the backward of that node is
-still to come, and a backward whose memory was overwritten raises.
+A forward saves its tensors for backward in the graphs' own memory, where the next replay overwrites
+them. So a replay stores its autograd node. A recording is not ``is_ready`` until the backward of
+that node has run, and a backward whose memory was overwritten raises.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Result = TypeVar("_Result")
 
 
 class _Capture(Protocol):
-    """Runs a function, and returns what replays it, and its result."""
+    """Runs a function, and returns a function that replays it, and its result."""
 
     def __call__(self, run: Callable[[], _Result], /) -> tuple[Callable[[], None], _Result]: ...
 
@@ -52,38 +52,38 @@ _TENSOR = object()  # stands for a tensor among an output's leaves
 
 
 class Unit(NamedTuple):
-    """A callable as it is recorded."""
+    """A callable in the form in which it is recorded."""
 
     module: nn.Module
-    """Its parameters and FP8 state; an empty module for a function."""
+    """The module with its parameters and FP8 state; an empty module for a function."""
     run: Callable[[Sequence[Tensor]], object]
-    """The forward of tensors alone."""
+    """The forward as a function of tensors alone."""
     sample: Sequence[Tensor]
-    """Tensors like the real ones, which are the graphs' own."""
+    """Tensors like the real arguments, which belong to the graphs."""
 
 
 class Trial(Region):
-    """The region of calls that are made to record them, and advance no scales."""
+    """The region of calls that are made to be recorded, which advances no scales."""
 
     __slots__ = ()
 
 
 def _no_graph() -> None:
-    """Replays nothing: of a warm-up, and of a backward without gradients."""
+    """Replay nothing, for a warm-up and for a backward without gradients."""
 
 
 class Recorded:
-    """A forward and its backward as CUDA graphs, and the tensors that these read and write.
+    """A forward and its backward as CUDA graphs, and the tensors that the graphs read and write.
 
     Attributes:
-        exact: results are copies, which last, and a retained backward may be repeated. Otherwise
-            the next replay overwrites results, and a backward runs once.
-        key: says how a call must be for the graphs to do what it would do.
-        packs: delayed scaling's state that the graphs record amaxes in.
-        slots: parts of such state that the graphs use, and where they were.
-        with_gradients: recorded where autograd was on.
+        exact: whether results are copies, which last, and a retained backward may be repeated.
+            Otherwise the next replay overwrites results, and a backward runs once.
+        key: the description of the calls for which the graphs do the same as the call would.
+        packs: the state of delayed scaling in which the graphs record amaxes.
+        slots: the slots that the graphs use, and the packs in which they were.
+        with_gradients: whether autograd was on during recording.
         pointers: tensors that the graphs read, and the addresses where they were.
-        node: of autograd, from which the last forward's backward comes.
+        node: the autograd node of the last forward's backward.
     """
 
     def __init__(self, unit: Unit, *, exact: bool, allow_unused: bool) -> None:
@@ -96,9 +96,9 @@ class Recorded:
         self.with_gradients = torch.is_grad_enabled()
         parameters = unit.module.parameters() if self.with_gradients else ()
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.backward: Callable[[], None] = _no_graph  # replays it
+        self.backward: Callable[[], None] = _no_graph  # replays the backward
         self.node: weakref.ref[AutogradContext] | None = None
-        self._live: list[Tensor] = []  # outputs with their autograd graph, until it is recorded
+        self._live: list[Tensor] = []  # outputs with their autograd graph, until that is recorded
         self._aliases = {id(p): _alias(p) for p in self.parameters}
 
     def record_forward(self, unit: Unit, capture: _Capture) -> None:
@@ -120,31 +120,31 @@ class Recorded:
     def _run_forward(self, unit: Unit, aliases: _Aliases) -> list[Tensor]:
         with _autocast(torch.is_autocast_enabled("cuda")), _holding(unit.module, aliases):
             result = unit.run(unit.sample)
-        self._is_one = isinstance(result, Tensor)
+        self._returns_tensor = isinstance(result, Tensor)
         leaves, self._spec = tree_flatten(result)
         self._leaves = [_TENSOR if isinstance(y, Tensor) else y for y in leaves]
         self._live = [y for y in leaves if isinstance(y, Tensor)]
         return [y.detach() for y in self._live]
 
     def record_backward(self, unit: Unit, capture: _Capture) -> None:
-        """Record the backward: of several callables, the last one's first."""
+        """Record the backward. Of several callables the last one's backward comes first."""
         has_backward = self.parameters or any(t.requires_grad for t in unit.sample)
         if has_backward and any(self.differentiable):
-            self.given = [torch.zeros_like(y) if y.requires_grad else None for y in self._live]
+            self.dys = [torch.zeros_like(y) if y.requires_grad else None for y in self._live]
             run = partial(self._run_backward, unit, self._aliases)
-            self.backward, (self._gradients, self._joined) = capture(run)
+            self.backward, (self._gradients, self._joined_gradients) = capture(run)
         self._live, self._aliases = [], {}
 
     def _run_backward(
         self, unit: Unit, aliases: _Aliases
     ) -> tuple[list[Tensor | None], Tensor | None]:
-        """The gradient of each tensor, or those of parameters joined, to be copied at once."""
-        outputs = [(y, g) for y, g in zip(self._live, self.given, strict=True) if g is not None]
+        """Compute each tensor's gradient; those of parameters may be joined into one tensor."""
+        outputs = [(y, g) for y, g in zip(self._live, self.dys, strict=True) if g is not None]
         tensors = (*unit.sample, *aliases.values())
         leaves = [t for t in tensors if t.requires_grad]
         with _autocast(False), _holding(unit.module, aliases):  # for recomputations
             inputs = [*leaves, *self.parameters] if self.allow_unused else leaves
-            # With ``retain_graph`` the backward leaves alone what it reads.
+            # With ``retain_graph`` the backward does not overwrite the tensors that it reads.
             computed = torch.autograd.grad(
                 [y for y, _ in outputs], inputs, [g for _, g in outputs],
                 allow_unused=self.allow_unused, retain_graph=self.exact,
@@ -153,15 +153,15 @@ class Recorded:
             raise RuntimeError("it has parameters elsewhere than under their names")
         gradient = iter(computed)
         gradients = [next(gradient) if t.requires_grad else None for t in tensors]
-        of_parameters = gradients[len(self.inputs) :]
-        present = [g for g in of_parameters if g is not None]
+        param_grads = gradients[len(self.inputs) :]
+        present = [g for g in param_grads if g is not None]
         dtypes = {g.dtype for g in present}
-        if not self.exact or len(dtypes) != 1 or len(present) < len(of_parameters):
+        if not self.exact or len(dtypes) != 1 or len(present) < len(param_grads):
             return gradients, None
         return gradients[: len(self.inputs)], torch.cat([g.reshape(-1) for g in present])
 
     def is_ready(self) -> bool:
-        """Whether a call may replay it: no backward is to come, and it has the gradients wanted."""
+        """Whether a call may replay it: no backward is pending, and it has the needed gradients."""
         lacks_gradients = torch.is_grad_enabled() and not self.with_gradients
         return not lacks_gradients and (self.node is None or self.node() is None)
 
@@ -171,24 +171,24 @@ class Recorded:
             outputs: Sequence[Tensor] = self.replay_forward(tensors)
         else:
             outputs = _Replay.apply(self, *tensors, *self.parameters)
-        if self._is_one:
+        if self._returns_tensor:
             return outputs[0]
         results = iter(outputs)
         leaves = [next(results) if y is _TENSOR else y for y in self._leaves]
         return tree_unflatten(leaves, self._spec)
 
     def replay_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs."""
-        for static, given in zip(self.inputs, tensors, strict=False):  # parameters follow
-            if static.data_ptr() != given.data_ptr():
-                static.copy_(given)
+        """Replay the forward and return its outputs."""
+        for static, tensor in zip(self.inputs, tensors, strict=False):  # skips the parameters
+            if static.data_ptr() != tensor.data_ptr():
+                static.copy_(tensor)
         self._replay_forward()
         return [y.clone() if self.exact else y.detach() for y in self.outputs]
 
     def replay_backward(
         self, node: AutogradContext, gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """The gradients of inputs and parameters."""
+        """Replay the backward and return the gradients of inputs and parameters."""
         if self.node is None or self.node() is not node:
             raise RuntimeError(
                 "backward of a recorded CUDA graph must run before the next forward, and again "
@@ -201,23 +201,23 @@ class Recorded:
                 "backward; got one that was moved. Call float8lab.graphed(module, enabled=False) "
                 "where parameters come and go, as sharded ones do."
             )
-        for static, given in zip(self.given, gradients, strict=True):
+        for static, gradient in zip(self.dys, gradients, strict=True):
             if static is None:
                 continue
-            if given is None:
+            if gradient is None:
                 static.zero_()
-            elif static.data_ptr() != given.data_ptr():
-                static.copy_(given)
+            elif static.data_ptr() != gradient.data_ptr():
+                static.copy_(gradient)
         self.backward()
         if not (self.exact and torch._C._autograd._get_current_graph_task_keep_graph()):
             self.node = None
         if not self.exact:
-            # These tensors and no views: autograd makes a new view of one a parameter's ``grad``,
-            # which the next replay would overwrite. Of tensors that are in use it makes copies.
+            # Return these tensors, not views of them: autograd would make a fresh view the ``grad``
+            # of a parameter, and the next replay would overwrite it. Tensors in use are copied.
             return self._gradients
         copies: list[Tensor | None] = [None if g is None else g.clone() for g in self._gradients]
-        if self._joined is not None:
-            copies += _unflatten_dense_tensors(self._joined.clone(), self.parameters)
+        if self._joined_gradients is not None:
+            copies += _unflatten_dense_tensors(self._joined_gradients.clone(), self.parameters)
         return copies
 
 
@@ -230,7 +230,7 @@ class _Replay(torch.autograd.Function):
         ctx.recorded = recorded
         ctx.set_materialize_grads(False)
         if recorded.exact:
-            ctx.save_for_backward(*recorded.parameters)  # backward refuses others than these
+            ctx.save_for_backward(*recorded.parameters)  # so that torch refuses changed ones
         if not all(recorded.differentiable):
             pairs = zip(outputs, recorded.differentiable, strict=True)
             ctx.mark_non_differentiable(*[y for y, differentiable in pairs if not differentiable])
@@ -242,12 +242,12 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: AutogradContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         recorded = ctx.recorded
         if recorded.exact:
-            _ = ctx.saved_tensors  # which torch checks
+            _ = ctx.saved_tensors  # has torch check that they did not change
         return None, *recorded.replay_backward(ctx, gradients)
 
 
 def replay(recorded: Recorded, tensors: Sequence[Tensor]) -> object:
-    """Replay a call, as a part of the region that it is in or as one of its own."""
+    """Replay a call in the enclosing region, or in a region of its own."""
     region = STATE.region
     own_region = Region() if region is None and recorded.packs else None
     with inside(own_region) if own_region is not None else nullcontext():
@@ -266,12 +266,12 @@ def record(
 ) -> list[Recorded]:  # fmt: skip
     """Warm up and record callables in the order in which they are going to run.
 
-    That leaves no trace in parameters' gradients, buffers, FP8's state and random numbers.
+    This leaves parameters' gradients, buffers, FP8's state and the random state unchanged.
 
     Args:
-        warmup: eager steps before.
-        allow_unused: some tensors get no gradient.
-        exact: as in ``Recorded``.
+        warmup: the number of eager steps before.
+        allow_unused: whether some tensors may get no gradient.
+        exact: the attribute of ``Recorded``.
     """
     devices = {t.device for unit in units for t in unit.sample if t.is_cuda}
     precisions = [p for unit in units for p in precisions_below(unit.module)]
@@ -283,13 +283,13 @@ def record(
         if warmup:
             merge_packs(_warm_up(units, warmup, allow_unused, exact))
             restore()
-            # With the state where it will stay.
+            # Run once more now that the state is where it will stay.
             _warm_up(units, 1, allow_unused, exact, waits=not exact)
             if exact and any(p.weight_cast for p in precisions):
                 raise RuntimeError("it keeps casts of weights over microbatches")
             restore()
         gc.collect()
-        if gc.isenabled():  # freeing a CUDA graph spoils a recording
+        if gc.isenabled():  # a CUDA graph that is freed meanwhile would spoil the recording
             gc.disable()
             stack.callback(gc.enable)
         for precision in precisions:
@@ -322,10 +322,10 @@ def _run(
 def _capture(
     run: Callable[[], _Result], pool: tuple[int, int], stream: torch.cuda.Stream
 ) -> tuple[Callable[[], None], _Result]:
-    """Record what a function does on the GPU; returns what replays it, and its result."""
+    """Record a function's work on the GPU; return a function that replays it, and its result."""
     graph = torch.cuda.CUDAGraph()
-    # Other threads, such as a data loader's, may do as they like meanwhile. The current stream is
-    # re-entered, so that it is current after a capture that failed, too.
+    # With "thread_local", other threads, such as a data loader's, may call CUDA meanwhile. The
+    # current stream is re-entered, so that it is current even after a capture that failed.
     with (
         torch.cuda.stream(torch.cuda.current_stream()),
         torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),  # type: ignore[arg-type]
@@ -335,7 +335,7 @@ def _capture(
 
 
 def _autocast(enabled: bool) -> AbstractContextManager[object]:
-    """``torch.autocast`` as it is, but without casts that outlive the call, or disabled."""
+    """Enter ``torch.autocast`` with its present dtype but no cache of casts, or disable it."""
     if not torch.is_autocast_enabled("cuda"):
         return nullcontext()
     dtype = torch.get_autocast_dtype("cuda")
@@ -345,9 +345,9 @@ def _autocast(enabled: bool) -> AbstractContextManager[object]:
 def _warm_up(
     units: Sequence[Unit], count: int, allow_unused: bool, exact: bool, *, waits: bool = True
 ) -> dict[ScalePack, None]:
-    """Run the units without recording them; returns the packs in use.
+    """Run the units without recording them, and return the packs in use.
 
-    ``waits``: they may wait for the GPU, which would leave a recording, and torch, in pieces.
+    Unless ``waits``, raise if they wait for the GPU, which would break a recording, and torch.
     """
     region = Trial()
     torch.cuda.synchronize()
@@ -357,13 +357,13 @@ def _warm_up(
             for _ in range(count):
                 _run(units, allow_unused, exact, lambda run: (_no_graph, run()))
     finally:
-        torch.cuda.synchronize()  # before state is put back
+        torch.cuda.synchronize()  # before the caller restores state
     return region.packs
 
 
 @contextmanager
 def _refuse_to_wait() -> Iterator[None]:
-    """Raise if what runs inside waits for the GPU."""
+    """Raise if code inside the context waits for the GPU."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -377,9 +377,9 @@ def _refuse_to_wait() -> Iterator[None]:
 
 
 def _alias(parameter: nn.Parameter) -> nn.Parameter:
-    """Another parameter with the same memory."""
+    """Return another parameter with the same memory."""
     # Autograd's node of a parameter belongs to the stream where it was made, and is reused as long
-    # as anything holds it, such as a forward whose backward is to come, or
+    # as something holds it, such as a forward whose backward is pending, or
     # ``DistributedDataParallel``. A recording cannot wait for another stream, so it needs new
     # nodes.
     alias = nn.Parameter(parameter.detach())
@@ -389,24 +389,24 @@ def _alias(parameter: nn.Parameter) -> nn.Parameter:
 
 @contextmanager
 def _holding(module: nn.Module, aliases: _Aliases) -> Iterator[None]:
-    """Have modules hold aliases, which are given by a parameter's id, in its place."""
-    own_nodes = [
+    """Replace modules' parameters by their aliases, which are listed by the parameter's id."""
+    replaced = [
         (m, name, parameter)
         for m in module.modules()
         for name, parameter in m._parameters.items()
         if id(parameter) in aliases
     ]
-    for m, name, parameter in own_nodes:
+    for m, name, parameter in replaced:
         setattr(m, name, aliases[id(parameter)])
     try:
         yield
     finally:
-        for m, name, parameter in own_nodes:
+        for m, name, parameter in replaced:
             setattr(m, name, parameter)
 
 
 def _saved(units: Sequence[Unit], precisions: Sequence[Precision]) -> Callable[[], None]:
-    """Return what puts state back to as it is now, in place, and clears state that is new."""
+    """Return a function that restores the present state in place and clears newer state."""
     buffers = [(b, b.detach().clone()) for unit in units for b in unit.module.buffers()]
     attributes = [(p, dict(vars(p))) for p in precisions]
     states = {
