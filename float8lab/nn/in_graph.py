@@ -1,17 +1,17 @@
 """Casts under delayed scaling in a compiled graph.  M rows, K columns.
 
-Eager mode finds the scale of a cast, and the slot for its amax, in Python. A graph cannot hold
-that: which slots a module has, and where they lie, changes while the graph stays. So there the cast
-is one op, which is given the module's ``handle`` and does at run time what eager mode does. A
-compiler makes one op of two with the same arguments, though the second may record in another
-region, or be recomputed where the first is not. So the casts of a graph are numbered.
+Eager mode looks up the scale of a cast and the slot for its amax in Python. A graph cannot hold
+them, for a module may get other slots, at other addresses, while the graph stays the same. So a
+cast in a graph is one op, which gets the module's ``handle`` and does the lookup at run time. A
+compiler merges two ops with the same arguments, though the second may record in another region, or
+be recomputed where the first is not. So the casts of a graph are numbered.
 
 A cast of x or w that runs in backward belongs to a recomputation, by activation checkpointing. It
-records nothing and casts under the scale that the module's last forward used.
+records nothing and casts with the scale that the module's last forward used.
 
-A region is closed after the casts of its forward: each of them tells so. The module's output could
-tell it too, but an op that reads the output has the partitioner save what is computed of it for
-backward, such as the output in float32.
+The op that closes a region must come after the casts of its forward, so it reads their factors. It
+could read the module's output instead, but then the partitioner would save values computed from
+the output for backward, such as the output in float32.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ __all__ = ["GraphState", "cast_in_graph", "new_handle"]
 
 
 class _Handles:
-    """The handles that exist: tensors that stand for objects, by their addresses."""
+    """The existing handles, which are tensors that stand for objects."""
 
     owners: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
-    """The objects that they stand for, by the address of the handle."""
+    """The objects that the handles stand for, by the address of the handle."""
 
 
 def new_handle(owner: Any, device: torch.device) -> Tensor:
-    """A tensor that stands for ``owner`` as long as both live."""
+    """Return a tensor that stands for ``owner`` as long as both are alive."""
     handle = static_tensor(device)
     _Handles.owners[handle.data_ptr()] = owner
     return handle
 
 
 class GraphState(NamedTuple):
-    """The facts of a call that a graph holds: all others are looked up when the graph runs."""
+    """The facts of a call that a graph holds; it looks up all other facts when it runs."""
 
     handle: Tensor
-    """It stands for the module's ``Precision``."""
+    """The tensor that stands for the module's ``Precision``."""
     recipe: int
     """The number of the recipe."""
     group: str
-    """The name of the process group that reduces amaxes; empty if there is none."""
+    """The name of the process group that reduces amaxes; empty without a group."""
     record: bool
     """Whether amaxes are recorded."""
     in_forward: Sequence[bool]
-    """By tensor of the layer, whether the forward casts it."""
+    """Whether forward casts each of the layer's tensors."""
     first_expert: int
     """The first of the module's experts that this rank has."""
 
@@ -74,7 +74,7 @@ def cast_in_graph(
     x: Matrix, index: int, state: GraphState, rowwise: Spec | None, columnwise: Spec | None,
     dbias: bool, align: int,
 ) -> Quantized:  # fmt: skip
-    """``quantize`` of a layer's tensor in a graph, whose specs have one scale and one format."""
+    """Cast a layer's tensor in a graph; its specs have one scale and the same format."""
     spec = rowwise or columnwise
     assert spec is not None, "one of the two"
     matrix = ("", [x], x.dtype) if isinstance(x, Tensor) else x[:3]
@@ -84,7 +84,7 @@ def cast_in_graph(
         *(x[3:] if isinstance(x, Groups) else (None, None)), state.first_expert,
     )  # fmt: skip
     if state.record and state.in_forward[index]:
-        come_after_in_graph(factors)  # the region is closed after this cast
+        come_after_in_graph(factors)  # so that the region is closed after this cast
     scale, encode = factors[:, 0], factors[:, 4]
     if isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3):
         scale, encode = scale.view(-1, 1, 1), encode.view(-1, 1, 1)
@@ -94,19 +94,19 @@ def cast_in_graph(
 
 
 class _Casts:
-    """How many casts each graph has that is being traced."""
+    """The number of casts so far in each graph that is being traced."""
 
-    of_graph: ClassVar[weakref.WeakKeyDictionary[object, int]] = weakref.WeakKeyDictionary()
+    counts: ClassVar[weakref.WeakKeyDictionary[object, int]] = weakref.WeakKeyDictionary()
 
 
 def _next_number() -> int:
-    """Counts within a graph, so that equal graphs are equal to a compiler's cache, too."""
+    """Number a cast within its graph, so that equal graphs are equal to a compiler's cache."""
     graph = torch._guards.TracingContext.get()
-    number = _Casts.of_graph[graph] = _Casts.of_graph.get(graph, 0) + 1
+    number = _Casts.counts[graph] = _Casts.counts.get(graph, 0) + 1
     return number
 
 
-# As torch.compiler.assume_constant_result marks it, which would import the compiler here.
+# The mark that torch.compiler.assume_constant_result sets, whose use would import the compiler.
 _next_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -132,19 +132,19 @@ def _cast(
 
 
 class _SlotCast(NamedTuple):
-    """A cast by the factors of slots: the arguments of ``quantize``."""
+    """A cast with the factors of slots: the arguments of ``quantize``."""
 
     x: Matrix
     rowwise: Spec | None
     columnwise: Spec | None
     params: QuantParams
-    """Those of ``DelayedSlots.params_in_graph``."""
+    """The parameters from ``DelayedSlots.params_in_graph``."""
     dbias: bool
     align: int
 
 
 def _look(*args: Any, in_cuda_graph: bool = True) -> tuple[_SlotCast]:
-    """Find the state that a cast with these arguments of the op reads and writes."""
+    """Look up the state that the op with these arguments reads and writes."""
     (prologue, inputs, dtype, handle, recipe, group, index, record, _, fp8_dtype, align,
      rowwise, columnwise, dbias, offs, plan, first_expert) = args  # fmt: skip
     x, experts = Prologue(prologue, inputs, dtype) if prologue else inputs[0], None
@@ -164,15 +164,15 @@ def _look(*args: Any, in_cuda_graph: bool = True) -> tuple[_SlotCast]:
 
 
 def _run(cast: _SlotCast) -> _Results:
-    """``_cast_by_slots``, on a GPU as a list of launches."""
+    """Call ``_cast_by_slots``, on a GPU as a recorded list of launches."""
     return (_planned_cast if cast.params.factors.encode.is_cuda else _cast_by_slots)(cast)
 
 
 def _cast_by_slots(cast: _SlotCast) -> _Results:
-    """Cast by factors that the next update will change: the result has the copy of them."""
-    made = quantize(*cast[:4], dbias=cast.dbias, align=cast.align)
-    q, q_t = made.rowwise, made.columnwise
-    return _Results(q and q.data, cast.params.factors.scale, q_t and q_t.data, made.dbias)
+    """Cast with the slots' factors, and return a copy of them, for the next update changes them."""
+    result = quantize(*cast[:4], dbias=cast.dbias, align=cast.align)
+    q, q_t = result.rowwise, result.columnwise
+    return _Results(q and q.data, cast.params.factors.scale, q_t and q_t.data, result.dbias)
 
 
 _planned_cast = planned(_cast_by_slots)
