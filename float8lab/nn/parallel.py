@@ -1,9 +1,9 @@
 """How ranks share a module: its arguments, its parameters, its state dict.
 
-Note: the nouns of this room; others are those of ``distributed/comm.py``.
+Note: this file uses the nouns of ``distributed/comm.py`` and these.
 
-- *parallel mode*: what of a weight is sharded: "column", its rows, or "row", its columns;
-- *pieces*: matrices in one weight, such as q, k and v, each of which is sharded by itself.
+- *parallel mode*: which dimension of a weight is sharded: "column" shards rows, "row" columns;
+- *pieces*: matrices in one weight, such as q, k and v, each of which is sharded separately.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 
 def parallel_size(tp_size: int, tp_group: ProcessGroup | None, parallel_mode: str | None) -> int:
-    """How many ranks share a layer's weight, by its arguments; 1 without a ``parallel_mode``."""
+    """Return how many ranks share a layer's weight; 1 without a ``parallel_mode``."""
     arguments.check_choice("parallel_mode", parallel_mode, (None, "column", "row", "Column", "Row"))
     arguments.check_group("tp_group", tp_group)
     size = arguments.check_size("tp_size", tp_size, minimum=1)
@@ -55,7 +55,7 @@ def parallel_size(tp_size: int, tp_group: ProcessGroup | None, parallel_mode: st
 
 
 def share_of(name: str, features: int, ranks: int) -> int:
-    """A rank's share of features."""
+    """Return the number of features that each rank has."""
     if features % ranks:
         raise ValueError(
             f"{name} must be a multiple of the {ranks} tensor-parallel ranks; got {features}. "
@@ -65,7 +65,7 @@ def share_of(name: str, features: int, ranks: int) -> int:
 
 
 class OverlapArguments(TypedDict, total=False):
-    """Transformer Engine's arguments for GEMMs beside communication, for all modules."""
+    """Transformer Engine's arguments for GEMMs that overlap with communication."""
 
     ub_tp_comm_overlap: bool | None
     ub_overlap_ag: bool | None
@@ -80,11 +80,11 @@ class OverlapArguments(TypedDict, total=False):
 
 
 def overlap_of(module: str, given: Mapping[str, object]) -> bool | None:
-    """Whether GEMMs run beside communication, by Transformer Engine's arguments for that.
+    """Return whether GEMMs overlap with communication, by Transformer Engine's arguments for that.
 
-    None: where that was measured to pay, whatever arguments are True; False: never, where
-    ``ub_tp_comm_overlap`` is False, or both ``ub_overlap_ag`` and ``ub_overlap_rs`` are. The others
-    have no meaning of their own, ``symmetric_ar_type`` neither: the group chooses how it reduces.
+    It is None, to overlap where that was measured to pay, whatever arguments are True. It is False,
+    never to overlap, if ``ub_tp_comm_overlap`` or both ``ub_overlap_ag`` and ``ub_overlap_rs`` are
+    False. Other arguments have no effect; the group, not ``symmetric_ar_type``, chooses how to sum.
 
     >>> overlap_of("Linear", {"ub_overlap_ag": True, "ub_name": "qkv"})
     """
@@ -113,7 +113,7 @@ _ContextGroup = ProcessGroup | Sequence[ProcessGroup] | None
 def context_of(
     cp_group: _ContextGroup, cp_comm_type: str | None, load_balancing_strategy: object
 ) -> ContextParallel | None:
-    """How context-parallel ranks share attention; None for a single one."""
+    """Return how context-parallel ranks share attention; None for a single rank."""
     comm_type = "a2a" if cp_comm_type is None else cp_comm_type
     arguments.check_choice("cp_comm_type", comm_type, ("p2p", "all_gather", "a2a", "a2a+p2p"))
     groups = list(cp_group) if isinstance(cp_group, Sequence) else [cp_group]
@@ -132,9 +132,9 @@ def context_of(
 def ignore_extra_state(
     module: nn.Module, state_dict: dict[str, object], prefix: str, *args: object
 ) -> None:
-    """A hook of ``load_state_dict``: leave out the ``_extra_state`` that TransformerEngine saves.
+    """Drop the ``_extra_state`` of TransformerEngine; this is a hook of ``load_state_dict``.
 
-    It is the state of its own delayed scaling; ``float8lab.nn.ScalingState`` holds ours.
+    It holds that library's delayed scales; ours are in ``float8lab.nn.ScalingState``.
     """
     for key in [k for k in state_dict if k.startswith(prefix)]:
         if key.rpartition(".")[2] == "_extra_state":
@@ -142,9 +142,9 @@ def ignore_extra_state(
 
 
 def mark_shard(parameter: Tensor, dim: int) -> None:
-    """Mark a parameter as a shard along ``dim``, by the attributes that Megatron looks at.
-    A parameter that is whole on every rank gets none of them: whoever looks takes that for False,
-    and Megatron's ``set_tensor_model_parallel_attributes`` refuses a parameter that has one."""
+    """Mark a parameter as a shard along ``dim``, by the attributes that Megatron reads.
+    Unsharded parameters get no attributes: readers take a missing attribute for False, and
+    Megatron's ``set_tensor_model_parallel_attributes`` refuses a parameter that has any."""
     parameter.__dict__.update(tensor_model_parallel=True, partition_dim=dim, partition_stride=1)
 
 
@@ -155,16 +155,15 @@ class ParameterShard(NamedTuple):
     rank: int = 0
     ranks: int = 1
     pieces: tuple[int, ...] = (1,)
-    """The parameter consists of pieces, along ``dim``, each a shard by itself; their sizes are in
-    this proportion."""
+    """The relative sizes of the pieces along ``dim``, each of which is sharded separately."""
 
     def unsharded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the unsharded parameter whose shard has ``shape``."""
+        """Return the shape of the unsharded parameter whose shard has ``shape``."""
         dim = self.dim % len(shape)
         return tuple(n * self.ranks if i == dim else n for i, n in enumerate(shape))
 
     def shard(self, unsharded: Tensor) -> Tensor:
-        """This rank's shard of the unsharded parameter."""
+        """Return this rank's shard of the unsharded parameter."""
         shards = [
             ShardMap.of(piece.shape[self.dim], self.ranks, self.rank).shard(piece, self.dim)
             for piece in unsharded.split(self.sizes(unsharded.shape[self.dim]), self.dim)
@@ -172,7 +171,7 @@ class ParameterShard(NamedTuple):
         return shards[0] if len(shards) == 1 else torch.cat(shards, self.dim)
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        """The unsharded parameter, from the shards of all ranks in their order."""
+        """Return the unsharded parameter, given the shards of all ranks in order."""
         sizes = self.sizes(shards[0].shape[self.dim])
         if len(sizes) == 1:
             return torch.cat(list(shards), self.dim)
@@ -180,12 +179,12 @@ class ParameterShard(NamedTuple):
         return torch.cat([torch.cat(piece, self.dim) for piece in pieces], self.dim)
 
     def sizes(self, size: int) -> list[int]:
-        """The sizes of the pieces, of the unsharded parameter or of a shard."""
+        """Return the sizes of the pieces in a dimension of ``size``."""
         return [size * piece // sum(self.pieces) for piece in self.pieces]
 
 
 class _GroupRef:
-    """Holds a process group for a module: a copy of the module has it, a pickled one has none."""
+    """Holds a module's process group: a copied module shares it, a pickled one loses it."""
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.group = group
@@ -215,38 +214,38 @@ class TensorParallelModule:
         self._group_ref = _GroupRef(group)
 
     _casts_only = False
-    """Whether the module leaves all that is sent to others, but for scales."""
+    """Whether the module sends nothing but scales, and others communicate for it."""
     _joined: tuple[int, ...] = ()
-    """The sizes of the shards that one weight consists of, where several tensors are one."""
+    """The sizes of the shards in a weight that joins several tensors."""
 
     def _shard(self, dim: int, pieces: tuple[int, ...] = ()) -> ParameterShard | None:
-        """The shard of a weight that this rank has, if there are several and it knows."""
+        """Return this rank's shard of a weight; None on one rank, or if the group is not set."""
         if self.tp_size == 1 or self.tp_group is None:
             return None
         rank = torch.distributed.get_rank(self.tp_group)
         return ParameterShard(dim, rank, self.tp_size, pieces or (1,))
 
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """How ranks share each GEMM's weight, by the name of the GEMM's FP8 state.
-        That is a mode, and how many of the features that ranks share this rank has: one number, or
-        one for each of several matrices behind each other."""
+        """Return how ranks share each GEMM's weight, by the name of the GEMM's FP8 state.
+        The values are a mode and the number of sharded features on this rank: a single number, or
+        a number for each of several matrices that form the weight."""
         return {}
 
     def set_tensor_parallel_group(
         self, tp_group: ProcessGroup | None, *, keep_gathered: bool = False
     ) -> None:
-        """Set the process group of the ranks that share the module's weights; on all of them.
+        """Set the process group of the ranks that share the module's weights. All ranks call it.
 
         Args:
             keep_gathered: under sequence parallelism and a recipe with one scale a tensor, keep the
-                tokens of all ranks, in FP8, from forward to backward, which needs them for
-                the weight's gradient: as many times the memory as there are ranks, and one
-                collective less. Else each rank keeps its own, and backward gathers them, as
-                always where the transpose has scales of its own.
+                tokens of all ranks in FP8 from forward to backward, which needs them for the
+                weight's gradient. This takes as many times the memory as there are ranks, and saves
+                a collective. Otherwise, and always where the transpose has its own scales, each
+                rank keeps its own tokens, and backward gathers them.
 
         Raises:
-            TypeError: not a process group.
-            ValueError: not of the ``tp_size`` ranks that the module was made for.
+            TypeError: ``tp_group`` is not a process group.
+            ValueError: the group does not have the ``tp_size`` ranks that the module was made for.
         """
         arguments.check_group("tp_group", tp_group)
         size = 1 if tp_group is None else torch.distributed.get_world_size(tp_group)
@@ -275,7 +274,7 @@ class TensorParallelModule:
     def _make_parallel(
         self, mode: str, sizes: Sequence[int], keep_gathered: bool
     ) -> TensorParallel | NoGroup | None:
-        """How the ranks share a GEMM of which this one has features of ``sizes``, if several do."""
+        """Return how ranks share a GEMM, of which this rank has ``sizes`` features; None on one."""
         group = self.tp_group
         if self.tp_size == 1:
             return None
@@ -293,7 +292,7 @@ class ContextParallelModule(TensorParallelModule):
     """Base of modules with a context-parallel group as well."""
 
     context_parallel: ContextParallel | None = None
-    """How tokens are shared over ranks; None on a single one."""
+    """How ranks share the tokens; None on a single rank."""
 
     def set_context_parallel_group(
         self,
@@ -303,22 +302,22 @@ class ContextParallelModule(TensorParallelModule):
         cp_comm_type: str | None = "p2p",
         load_balancing_strategy: CPAttentionLoadBalancingStrategy | str = DUAL_CHUNK_SWAP,
     ) -> None:
-        """Set the process group of the ranks that share each sequence's tokens; on all of them.
+        """Set the process group of the ranks that share each sequence's tokens. All ranks call it.
 
         Args:
-            cp_group: the group; None is one rank. For ``a2a+p2p`` a list of two, A ranks that
-                exchange tokens for heads and P ranks of which keys and values go around; rank a
-                and p in these has the tokens of rank ``p * A + a`` of all.
+            cp_group: the group; None is one rank. For ``a2a+p2p``, a list of two groups: A ranks
+                that exchange tokens for heads, and P ranks that pass keys and values around. Rank a
+                of the first and p of the second group has the tokens of global rank ``p * A + a``.
             cp_global_ranks: no effect: the group knows its ranks.
-            cp_stream: no effect: collectives run on streams of their own.
+            cp_stream: no effect: collectives run on their own streams.
             cp_comm_type: ``p2p``: keys and values go from rank to rank, while a rank attends to
-                those it has; ``all_gather``: they are gathered; ``a2a``, or None: the ranks
-                exchange tokens for heads, which gives the bits of one rank; ``a2a+p2p``: the first
-                group does so, the second is as ``p2p``.
+                those it has; ``all_gather``: keys and values are gathered; ``a2a``, or None: ranks
+                exchange tokens for heads, which gives the same bits as one rank; ``a2a+p2p``: the
+                first group exchanges tokens for heads, and the second group does ``p2p``.
             load_balancing_strategy: which tokens a rank has, as ``shard_sequence`` gives them.
 
         Raises:
-            TypeError: not a process group.
+            TypeError: ``cp_group`` is not a process group.
             ValueError: ranks that exchange heads cannot share them, or a name is unknown.
         """
         kinds = (list, tuple, range)
@@ -337,25 +336,25 @@ class ContextParallelModule(TensorParallelModule):
             child._set_context()
 
     def _check_context(self, context: ContextParallel | None) -> None:
-        """Raise unless the ranks can share what this module attends for."""
+        """Raise unless the ranks can share this module's attention."""
 
     def _set_context(self) -> None:
-        """Tell what the module casts about the ranks."""
+        """Tell the module's casts about the ranks."""
 
 
-# State dicts. The unsharded parameter is the one that one rank alone would have. A checkpoint of
-# Transformer Engine or of Megatron has a file for each tensor-parallel rank, with the same shards
-# under the same names, so each rank loads its own by ``load_state_dict``; the functions here go
-# from there to any number of ranks. A DTensor says itself which shard it is.
+# State dicts. An unsharded parameter is the parameter that a single rank would have. A checkpoint
+# of Transformer Engine or Megatron has a file for each tensor-parallel rank, with the same shards
+# under the same names, so each rank loads its own file by ``load_state_dict``. These functions
+# convert such state dicts to any number of ranks. A DTensor itself says which shard it is.
 
 
 def shards_of(model: nn.Module) -> dict[str, ParameterShard]:
-    """The shard that each parameter is, by qualified name; replicas are left out."""
+    """Return which shard each parameter is, by qualified name; replicas are left out."""
     return {name: shard for name, shard in _parameter_shards(model).items() if shard.ranks > 1}
 
 
 def _parameter_shards(model: nn.Module) -> dict[str, ParameterShard]:
-    """The same, and of modules with a parallel mode and one rank, how several would share them."""
+    """Return ``shards_of``, and how several ranks would share modules with a parallel mode."""
     parameter_shards: dict[str, ParameterShard] = {}
     for path, module in model.named_modules():
         if not isinstance(module, TensorParallelModule):
@@ -373,7 +372,7 @@ def _parameter_shards(model: nn.Module) -> dict[str, ParameterShard]:
 
 
 def _sharded_parameters(module: TensorParallelModule) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    """The parameters that ranks share: name, dimension from the end, sizes of a shard's pieces."""
+    """Yield the sharded parameters: name, dimension from the end, sizes of a shard's pieces."""
     parameters = [name for name, p in module._parameters.items() if p is not None]  # type: ignore[attr-defined]
     for state, (mode, pieces) in module._parallel_modes().items():
         prefix = state.removeprefix("_fp8").removeprefix("_")
@@ -384,32 +383,32 @@ def _sharded_parameters(module: TensorParallelModule) -> Iterator[tuple[str, int
                 yield name, -2 if mode == "column" else -1, sizes
             elif mode == "column":
                 yield name, -1, sizes
-    if "softmax_offset" in parameters:  # of attention, which has no weight: one number for a head
+    if "softmax_offset" in parameters:  # attention has no weight, but a number for each head
         yield "softmax_offset", -1, ()
 
 
 def shard_state_dict(
     model: nn.Module, state_dict: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Take this rank's part of a state dict, of one rank or of any number of them.
+    """Take this rank's shards from the state dict of one rank or the state dicts of several ranks.
 
     Args:
-        model: whose tensor-parallel modules have their groups. On one rank, too, they have their
-            parallel modes: ``set_parallel_mode``, or ``parallel_mode``.
-        state_dict: of the same model on one rank, or one that ``whole_state_dict`` made; or a list
-            of those that the ranks of another group had, in their order. Names that are not in the
-            model stay as they are; they and parameters that all ranks have are the first rank's.
-            Parameters of ``parallelize_module`` are DTensors, in the model as in the state dicts.
+        model: a model whose tensor-parallel modules have their groups and, on one rank as well,
+            their parallel modes: ``set_parallel_mode``, or ``parallel_mode``.
+        state_dict: the state dict of this model on one rank, or from ``whole_state_dict``; or a
+            list of the state dicts of another group's ranks, in order. Names that are not in the
+            model stay; their values, and parameters that all ranks have, come from the first rank.
+            Parameters of ``parallelize_module`` are DTensors in the model and in the state dicts.
 
     Returns:
-        What ``model.load_state_dict`` takes; shards are views where they can be. A
-        tensor that is stored in FP8 keeps its bytes, with the scales of the blocks it lies in.
+        A state dict for ``model.load_state_dict``; shards are views where possible. A tensor that
+        is stored in FP8 keeps its bytes and the scales of the blocks that its shard lies in.
 
     Raises:
         RuntimeError: a module has no group yet.
-        ValueError: state dicts of ranks that do not fit together; or a part of a tensor stored in
-            FP8 that would need a new scale, since its blocks are not those of the unsharded tensor.
-        NotImplementedError: a parameter that ranks share is sharded further (FSDP2); DCP does that.
+        ValueError: the ranks' state dicts do not fit together; or a shard of a tensor stored in FP8
+            would need a new scale, since its blocks are not those of the unsharded tensor.
+        NotImplementedError: a shared parameter is sharded further (FSDP2); DCP can load that.
 
     >>> layer = float8lab.Linear(8, 4, parallel_mode="column", device="cpu")  # one rank: all of it
     >>> state = float8lab.nn.shard_state_dict(layer, layer.state_dict())
@@ -422,17 +421,17 @@ def shard_state_dict(
     arguments.check_module("model", model)
     states = _check_state_dicts(state_dict)
     parameter_shards, result = _parameter_shards(model), dict(states[0])
-    distributed = [name for name, value in result.items() if is_dtensor(value)]
-    for name in distributed:
-        result[name] = _of_dtensors(name, _checked(name, states))
-    if len(states) > 1 and not parameter_shards and not distributed:
+    dtensors = [name for name, value in result.items() if is_dtensor(value)]
+    for name in dtensors:
+        result[name] = _unshard_dtensors(name, _shards_in(name, states))
+    if len(states) > 1 and not parameter_shards and not dtensors:
         raise ValueError(
             f"model must have parallel modes to join the state dicts of {len(states)} ranks; it "
             "has none. Make it with set_parallel_mode=True, or parallel_mode."
         )
     for name, shard in parameter_shards.items():
-        if name in result and name not in distributed:
-            result[name] = _of_rank(name, shard, _checked(name, states))
+        if name in result and name not in dtensors:
+            result[name] = _shard_of_rank(name, shard, _shards_in(name, states))
     for name, local in model.state_dict().items():
         if is_dtensor(local) and name in result:
             result[name] = _as_dtensor(name, local, result[name])
@@ -440,22 +439,22 @@ def shard_state_dict(
 
 
 def _check_state_dicts(
-    given: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+    states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
 ) -> list[Mapping[str, Tensor]]:
-    """The state dicts of one rank or of several."""
+    """Return the state dicts of one rank or several as a list, or raise."""
     noun = "a mapping from names to tensors"
-    if isinstance(given, Sequence) and given:
-        for rank, state in enumerate(given):
+    if isinstance(states, Sequence) and states:
+        for rank, state in enumerate(states):
             arguments.check_instance(f"state_dict[{rank}]", state, Mapping, noun)
     else:
         arguments.check_instance(
-            "state_dict", given, Mapping, f"{noun}, or a list of the ranks' own"
+            "state_dict", states, Mapping, f"{noun}, or a list of the ranks' own"
         )
-    return [given] if isinstance(given, Mapping) else list(given)
+    return [states] if isinstance(states, Mapping) else list(states)
 
 
-def _of_rank(name: str, shard: ParameterShard, shards: list[Tensor]) -> Tensor:
-    """A rank's shard of the parameter of which the ranks of another group have ``shards``."""
+def _shard_of_rank(name: str, shard: ParameterShard, shards: list[Tensor]) -> Tensor:
+    """Return a rank's shard of a parameter, given the ``shards`` that another group's ranks had."""
     if len(shards) > 1:
         shards = [_unshard(name, shard._replace(ranks=len(shards)), shards)]
     unsharded = shards[0]
@@ -463,7 +462,7 @@ def _of_rank(name: str, shard: ParameterShard, shards: list[Tensor]) -> Tensor:
 
 
 def _shard_of_dtensor(name: str, x: Any) -> ParameterShard | None:
-    """The shard that the first rank has of a DTensor; None: each rank has all of it."""
+    """Return the first rank's shard of a DTensor; None if the DTensor is replicated."""
     is_local = type(local_of(x)) in (Tensor, nn.Parameter, Float8Tensor)
     if not is_local or x.device_mesh.ndim > 1 or x.placements[0].is_partial():
         raise NotImplementedError(
@@ -476,8 +475,8 @@ def _shard_of_dtensor(name: str, x: Any) -> ParameterShard | None:
     return ParameterShard(placement.dim - x.ndim, 0, x.device_mesh.size()) if shares else None
 
 
-def _of_dtensors(name: str, shards: Sequence[Tensor]) -> Tensor:
-    """The unsharded tensor of a DTensor, whose shards the state dicts of all its ranks have."""
+def _unshard_dtensors(name: str, shards: Sequence[Tensor]) -> Tensor:
+    """Return the unsharded tensor of a DTensor, given the DTensors of all its ranks."""
     if (shard := _shard_of_dtensor(name, shards[0])) is None:
         return local_of(shards[0])
     if len(shards) != shard.ranks:
@@ -489,15 +488,15 @@ def _of_dtensors(name: str, shards: Sequence[Tensor]) -> Tensor:
 
 
 def _as_dtensor(name: str, local: DTensor, unsharded: Tensor) -> DTensor:
-    """This rank's shard of a tensor, as a DTensor like ``local``."""
+    """Return this rank's shard of a tensor, as a DTensor like ``local``."""
     if (shard := _shard_of_dtensor(name, local)) is not None:
         shard = shard._replace(rank=local.device_mesh.get_local_rank())
         unsharded = _take_shard(name, shard, unsharded)
     return cast("DTensor", with_local(local, unsharded.to(local.device)))
 
 
-def _checked(name: str, states: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-    """The parts of a parameter in the state dicts of all ranks."""
+def _shards_in(name: str, states: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+    """Return the shards of a parameter in the state dicts of all ranks, or raise."""
     if lacking := [str(rank) for rank, state in enumerate(states) if name not in state]:
         raise ValueError(
             f"state_dict must have the same names on all ranks; got no {name} in "
@@ -515,18 +514,18 @@ def _checked(name: str, states: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Gather the state dict that the model has on one rank. All ranks call it, and all get it.
+    """Gather the state dict that a single rank would have. All ranks call this and get the result.
 
     Args:
-        model: any; those parameters of modules with ``tp_group`` that ranks share must not be
+        model: any model. The parameters that ranks share in modules with ``tp_group`` must not be
             sharded further (FSDP2).
 
     Returns:
-        The model's state dict with unsharded parameters; one that is stored in FP8 has the bytes
-        and scales of all ranks.
+        The model's state dict with unsharded parameters; a parameter that is stored in FP8 has the
+        bytes and scales of all ranks.
 
     Raises:
-        TypeError: not a module.
+        TypeError: ``model`` is not a module.
         RuntimeError: a module has no group yet.
         NotImplementedError: a parameter that ranks share is sharded further.
 
@@ -549,8 +548,8 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _full(name: str, x: DTensor) -> Tensor:
-    """The unsharded tensor; DTensor's own method would give one stored in FP8 other blocks."""
-    if type(local_of(x)) is not Float8Tensor:  # FSDP2's shards know how to be gathered
+    """Return the unsharded tensor; DTensor's method would change a Float8Tensor's blocks."""
+    if type(local_of(x)) is not Float8Tensor:  # DTensor's method serves FSDP2's shards
         return x.full_tensor()
     if (shard := _shard_of_dtensor(name, x)) is None:
         return local_of(x)
@@ -558,31 +557,31 @@ def _full(name: str, x: DTensor) -> Tensor:
     return _unshard(name, shard, shards).to(x.device)
 
 
-# Tensors that are stored in FP8 are cut and joined like any tensor. Where an edge goes through a
-# block, that gives smaller ones, which make up a block if they have one scale.
+# Tensors that are stored in FP8 are split and joined like any tensor. Where an edge goes through a
+# block, this gives smaller blocks, which are merged to a block if they have the same scale.
 
 
 def _take_shard(name: str, shard: ParameterShard, unsharded: Tensor) -> Tensor:
-    """A rank's shard of a tensor."""
-    return _in_blocks_of(unsharded, shard.shard(unsharded), name, shard.dim)
+    """Return a rank's shard of a tensor."""
+    return _restore_blocks(unsharded, shard.shard(unsharded), name, shard.dim)
 
 
 def _unshard(name: str, shard: ParameterShard, shards: Sequence[Tensor]) -> Tensor:
-    """The unsharded tensor, from the shards of all ranks."""
-    return _in_blocks_of(shards[0], shard.unshard(shards), name, shard.dim)
+    """Return the unsharded tensor, given the shards of all ranks."""
+    return _restore_blocks(shards[0], shard.unshard(shards), name, shard.dim)
 
 
-def _in_blocks_of(source: Tensor, x: Tensor, name: str, dim: int) -> Tensor:
-    """A tensor that was cut or joined along a dimension, in blocks as large as its source's."""
+def _restore_blocks(source: Tensor, x: Tensor, name: str, dim: int) -> Tensor:
+    """Give a tensor that was split or joined along a dimension blocks of its source's size."""
     if not isinstance(x, Float8Tensor) or not isinstance(source, Float8Tensor):
         return x
-    size, small, block = x.shape[dim], x.spec.block[dim], source.spec.block[dim]
+    size, small_block, block = x.shape[dim], x.spec.block[dim], source.spec.block[dim]
 
     def merge(scale: Tensor) -> Tensor:
-        step = 1 if small == block else (size if block == -1 else block) // small
+        step = 1 if small_block == block else (size if block == -1 else block) // small_block
         index = torch.arange(0, scale.shape[dim], max(step, 1), device=scale.device)
         merged = scale.index_select(dim, index)
-        repeated = refine_scale(merged, size, block, small, dim).contiguous()
+        repeated = refine_scale(merged, size, block, small_block, dim).contiguous()
         if not torch.equal(repeated.view(torch.int32), scale.contiguous().view(torch.int32)):
             raise ValueError(
                 f"{name} must have one scale for each block of {block} that a rank has; its "
