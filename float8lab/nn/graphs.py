@@ -1,7 +1,7 @@
 """``make_graphed_callables`` and ``graphed``: forward and backward of modules as CUDA graphs.
 
-``recorded.py`` records and replays. This file decides which calls a graph stands for: those that
-are like the recorded one in all that the forward may look at, and that nothing else wants to see.
+``recorded.py`` records and replays. This file decides which calls a graph may stand for. Such a
+call equals the recorded call in everything that the forward may read, and nothing observes it.
 Every other call runs as if there were no graphs.
 """
 
@@ -41,7 +41,7 @@ _Key = tuple[object, ...]
 
 
 class _Flat(NamedTuple):
-    """How leaves were passed that are arguments themselves."""
+    """How the leaves were passed, if each of them is an argument."""
 
     positional: int
     names: tuple[str, ...]
@@ -71,35 +71,35 @@ def make_graphed_callables(  # the signature is the interface that users' code i
     Results are those of eager mode, bit for bit. A module replays its graph if it is called as it
     was recorded: same shapes, dtypes and ``training``, gradients enabled, the same recipes in
     force, no forward that awaits its backward. Any other call, for example in high precision, runs
-    as if there were no graph. Outputs are overwritten by the next replay. As with
-    ``torch.cuda.make_graphed_callables``, callables are recorded in the order in which they are
-    going to run; of several, each forward's backward must come before the next round.
+    as if there were no graph. The next replay overwrites the outputs. As with
+    ``torch.cuda.make_graphed_callables``, callables are recorded in the order in which they will
+    run; the backward of each of several forwards must come before the next round.
 
     Args:
-        modules: a module, a function of tensors, or a tuple of such. The ``forward`` of a module is
+        modules: a module, a function of tensors, or a tuple of them. The ``forward`` of a module is
             replaced.
-        sample_args: tuple of tensors, or for a tuple of modules a tuple of these, like the real
-            arguments; the values do not matter.
-        num_warmup_iters: eager steps before recording, which leave no trace in FP8's state.
+        sample_args: a tuple of tensors like the real arguments, or for a tuple of modules a tuple
+            of such tuples; the values do not matter.
+        num_warmup_iters: eager steps before recording, which leave FP8's state unchanged.
         allow_unused_input: some inputs or parameters get no gradient.
-        sample_kwargs: dict of tensors, or a tuple of these; as ``sample_args``.
-        pool: memory pool of the graphs, from ``torch.cuda.graph_pool_handle()``.
-        enabled: record under ``autocast(enabled=...)``; a tuple has one for each module. None
-            records under the recipe in force, such as a converted model's own.
+        sample_kwargs: a dict of tensors, or a tuple of dicts, like ``sample_args``.
+        pool: the memory pool of the graphs, from ``torch.cuda.graph_pool_handle()``.
+        enabled: record under ``autocast(enabled=...)``; a tuple has a value for each module. None
+            records under the recipe in force, such as a converted model's own recipe.
         recipe: as in ``autocast``, and so are ``calibrating`` and ``amax_reduction_group``; implies
             ``enabled``.
-        cache_quantized_params: have callables accept ``is_first_microbatch``. It changes nothing: a
+        cache_quantized_params: callables accept ``is_first_microbatch``, which has no effect: a
             graph casts its weights in every replay.
 
-    Names that begin with ``fp8_`` are older ones: ``fp8_group`` of ``amax_reduction_group``,
-    ``fp8_weight_caching`` of ``cache_quantized_params``.
+    The arguments ``fp8_...`` are older names; ``fp8_group`` is ``amax_reduction_group``, and
+    ``fp8_weight_caching`` is ``cache_quantized_params``.
 
     Returns:
-        The modules, or for functions new functions, as ``modules`` was given. Each has a method
-        ``reset()``, which frees its graphs: it then runs as if there had been none.
+        The modules, and new functions for functions, in the form of ``modules``. Each has a method
+        ``reset()``, which frees its graphs; the callable then runs as if there had been none.
 
     Raises:
-        RuntimeError: no CUDA GPU.
+        RuntimeError: there is no CUDA GPU.
     """
     check_size("num_warmup_iters", num_warmup_iters)
     check_flags(allow_unused_input=allow_unused_input)
@@ -154,7 +154,7 @@ def _samples(
     callables: tuple[_Function, ...], sample_args: Sequence[Any], sample_kwargs: Any,
     enabled: bool | Sequence[bool] | None, *, single: bool,
 ) -> Iterable[tuple[_Function, Sequence[Any], Mapping[str, object], bool | None]]:  # fmt: skip
-    """Each callable with its arguments, and whether FP8 is on; all are given alone or in tuples."""
+    """Return each callable with its arguments, and whether FP8 is on for it."""
     args = (sample_args,) if single else tuple(sample_args)
     kwargs: tuple[Mapping[str, object], ...] = ({},) * len(callables)
     if sample_kwargs is not None:
@@ -172,30 +172,30 @@ def _samples(
 def graphed(module: _Module, *, max_graphs: int = 4, enabled: bool = True) -> _Module:
     """Have a module record CUDA graphs of its calls and replay them, where the CPU is too slow.
 
-    For models of many small layers, whose kernels take less time than their launches: call it on
-    each layer. Results are those of eager mode, bit for bit. The second call that is like an
-    earlier one is recorded, forward and backward, and replayed from then on. Alike are calls with
-    tensors of the same shapes, strides, dtypes, device and ``requires_grad``, equal other
-    arguments, and the same modes: ``training``, gradients, autocasts, recipes, stream.
+    Call it on each layer of a model of many small layers, whose kernels take less time than their
+    launches. Results are those of eager mode, bit for bit. The second of two calls that match is
+    recorded, forward and backward, and replayed from then on. Calls match if their tensors have the
+    same shapes, strides, dtypes, device and ``requires_grad``, if their other arguments are equal,
+    and if the modes are the same: ``training``, gradients, autocasts, recipes, stream.
 
-    Any other call runs eagerly, and so does whatever a graph cannot hold: tensors on a CPU;
+    Any other call runs eagerly, and so does a call that a graph cannot hold: tensors on a CPU;
     arguments other than tensors, numbers, strings and the like, alone or in tuples, lists and
-    dicts; a call while an earlier one, that it would overwrite, has its backward to come;
-    training without gradients; activation checkpoints, saved-tensor hooks, ``torch.compile``,
-    ``torch.func``, an outer CUDA graph, a dispatch mode, ``inspect.watch``; hooks on modules
-    inside; several outputs with gradients; parameters of tensor subclasses but ``Float8Tensor``,
-    FSDP2's, ``fuse_wgrad_accumulation``, ``get_rng_state_tracker``, tensor-parallel ranks. A
-    forward that waits for the GPU, that casts weights once for several microbatches, or that
-    recording fails for, runs eagerly after a warning. Parameters, buffers and submodules may be
-    replaced: what was recorded before is dropped.
+    dicts; a call that would overwrite an earlier call whose backward is pending; training without
+    gradients; activation checkpoints, saved-tensor hooks, ``torch.compile``, ``torch.func``, an
+    outer CUDA graph, a dispatch mode, ``inspect.watch``; hooks on modules inside; several outputs
+    with gradients; parameters of tensor subclasses except ``Float8Tensor``, FSDP2's parameters,
+    ``fuse_wgrad_accumulation``, ``get_rng_state_tracker``, tensor-parallel ranks. A forward runs
+    eagerly after a warning if it waits for the GPU, if it casts weights once for several
+    microbatches, or if recording fails. Parameters, buffers and submodules may be replaced, which
+    drops the graphs recorded before.
 
-    What else a forward reads, such as attributes and Python's random numbers, is read while it is
-    recorded. Repeat ``graphed``, which drops all graphs, after changing such a thing.
+    Other things that a forward reads, such as attributes and Python's random numbers, are read when
+    it is recorded. After changing such a thing, repeat ``graphed``, which drops all graphs.
 
     Args:
-        module: its ``forward`` is replaced, nothing else; a copy records graphs of its own.
-        max_graphs: record at most so many kinds of calls.
-        enabled: False gives back the forward and frees the graphs.
+        module: only its ``forward`` is replaced; a copy of the module records its own graphs.
+        max_graphs: record at most this many kinds of calls.
+        enabled: False restores the forward and frees the graphs.
 
     It returns the same module.
 
@@ -232,7 +232,7 @@ class _Structure:
         tables = [vars(m).get(name) for m in self.modules for name in names]
         self.tables = [table for table in tables if isinstance(table, dict)]  # torch.jit has others
         self.sizes = [len(table) for table in self.tables]
-        # In each table, what a name stands for.
+        # Each entry is a table, a name in it, and the value of that name.
         self.entries = [(t, name, value) for t in self.tables for name, value in t.items()]
         self.hooks = [getattr(torch_module, f"_global{name}") for name in _HOOKS]
         for m in self.modules:
@@ -275,7 +275,7 @@ class _Structure:
         return [len(table) for table in self.tables] == self.sizes
 
     def modes(self) -> list[object]:
-        """The settings in force for them."""
+        """Return the settings that are in force for the module."""
         return [
             *[m.training for m in self.modules],
             *[p.requires_grad for p in self.parameters],
@@ -284,48 +284,48 @@ class _Structure:
 
 
 class _Graphed:
-    """A callable that replays a graph where that gives what the call would give.
+    """A callable that replays a graph if the replay gives the same result as the call.
 
     Args:
-        limit: record at most so many kinds of calls; 0 leaves it to ``make_graphed_callables``,
-            whose graphs are for calls with any strides, with and without gradients, on any stream.
-        ignored: keyword arguments that change nothing.
-        given: attributes of the module that this replaced.
+        limit: record at most this many kinds of calls. With 0, ``make_graphed_callables`` records,
+            and its graphs are for calls with any strides, with or without gradients, on any stream.
+        ignored: keyword arguments that have no effect.
+        replaced: attributes of the module that this object replaced.
     """
 
     def __init__(
         self, function: _Function, limit: int, ignored: Sequence[str] = (),
-        given: Mapping[str, _Function] | None = None,
+        replaced: Mapping[str, _Function] | None = None,
     ) -> None:  # fmt: skip
         self.function, self.limit, self.ignored = function, limit, ignored
-        self.given = given or {}
+        self.replaced = replaced or {}
         self.recorded: list[Recorded] = []
-        self.refused: list[_Key] = []  # of calls that cannot be recorded
-        self.seen: deque[_Key] = deque(maxlen=16)  # of calls that were not recorded
+        self.refused: list[_Key] = []  # the keys of calls that cannot be recorded
+        self.seen: deque[_Key] = deque(maxlen=16)  # the keys of recent calls without a recording
         self.structure: _Structure | None = None
         self.changes = 0
 
     def __reduce__(self) -> tuple[type[_Graphed], tuple[object, ...]]:
-        """A copy, of a copied module, has no graphs yet."""
-        return _Graphed, (self.function, self.limit, self.ignored, self.given)
+        """Copy the object, with a copied module, without its graphs."""
+        return _Graphed, (self.function, self.limit, self.ignored, self.replaced)
 
     @property
     def __wrapped__(self) -> _Function:
-        """For ``inspect.signature``."""
+        """The callable without graphs, which ``inspect.signature`` looks for."""
         if not isinstance(self.function, nn.Module):
             return self.function
-        return self.given.get("forward") or type(self.function).forward.__get__(self.function)
+        return self.replaced.get("forward") or type(self.function).forward.__get__(self.function)
 
     def install(self, *names: str) -> None:
-        """Have the module call this; ``names`` are its attributes that do."""
+        """Replace the module's attributes ``names``, so that the module calls this object."""
         if isinstance(self.function, nn.Module):
             attributes = vars(self.function)
-            self.given = {name: attributes[name] for name in names if name in attributes}
+            self.replaced = {name: attributes[name] for name in names if name in attributes}
             for name in names:
                 attributes[name] = self if name == "forward" else getattr(self, name)
 
     def reset(self) -> None:
-        """Free the graphs. A backward that has yet to come keeps those of its forward till then."""
+        """Free the graphs. A pending backward keeps its graphs alive until it has run."""
         self.limit = 0
         self.recorded.clear()
         self.structure = None
@@ -334,7 +334,7 @@ class _Graphed:
             for name in ("forward", "reset"):
                 if attributes.get(name) in (self, self.reset):
                     del attributes[name]
-                    attributes.update({name: self.given[name]} if name in self.given else {})
+                    attributes.update({name: self.replaced[name]} if name in self.replaced else {})
         gc.collect()
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -343,14 +343,14 @@ class _Graphed:
             return replay(*replayed)
         if not isinstance(self.function, nn.Module):
             return self.function(*args, **kwargs)
-        if (forward := self.given.get("forward")) is not None:
+        if (forward := self.replaced.get("forward")) is not None:
             return forward(*args, **kwargs)
         return type(self.function).forward(self.function, *args, **kwargs)
 
     def _find(
         self, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> tuple[Recorded, list[Tensor]] | None:
-        """A graph that does what the call would do, and the tensors to replay it with."""
+        """Return a graph that does the same as the call, and its tensors; None without a graph."""
         if not (self.recorded or self.limit) or _is_observed():
             return None
         self._renew_structure()
@@ -377,13 +377,13 @@ class _Graphed:
             self.refused.clear()
             self.seen.clear()
             self.changes += 1
-            if self.changes > 8:  # it changes all the time
+            if self.changes > 8:  # a module that changes all the time gets no more graphs
                 self.limit = 0
         if self.structure is None and self.limit:
             self.structure = _Structure(self.function)
 
     def _recorded_for(self, key: _Key) -> Recorded | None:
-        """The recording for calls of this key, unless its scales have moved since."""
+        """Return the recording for calls with this key, unless its scales have moved since."""
         recorded = next((recorded for recorded in self.recorded if recorded.key == key), None)
         if recorded is None or all(slots.pack is pack for slots, pack in recorded.slots):
             return recorded
@@ -402,10 +402,10 @@ class _Graphed:
     def describe(
         self, leaves: Sequence[object], spec: TreeSpec | _Flat, structure: _Structure
     ) -> tuple[_Key, list[Tensor]] | None:
-        """The likeness of a call, and its tensors; None if a graph cannot hold such a call."""
+        """Return a call's key and its tensors; None if a graph cannot hold such a call."""
         exact, gradients = self.limit > 0, torch.is_grad_enabled()
         if not gradients and getattr(self.function, "training", True):
-            return None  # a reentrant checkpoint's, perhaps
+            return None  # the call may come from a reentrant checkpoint
         if exact and STATE.autocast.calibrating:
             return None
         tensors: list[Tensor] = []
@@ -419,8 +419,8 @@ class _Graphed:
                 key += (kind, leaf)
             elif not _is_plain(leaf):
                 return None
-            elif (place := _place(leaf, tensors)) is not None:
-                key.append(place)
+            elif (index := _index_of(leaf, tensors)) is not None:
+                key.append(index)
             else:
                 tensors.append(leaf)
                 key += (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
@@ -439,11 +439,11 @@ class _Graphed:
     def describe_sample(
         self, args: tuple[object, ...], kwargs: Mapping[str, object], enter: _Enter
     ) -> tuple[_Key, Unit]:
-        """The key of calls like one with sample arguments, and that call as it is recorded."""
+        """Return the key of calls like the call with sample arguments, and that call's unit."""
         leaves, spec = _leaves(args, kwargs)
         with inside(Trial()), enter():
             described = self.describe(leaves, spec, _Structure(self.function))
-        # Without a description, as for training without gradients, no call is like this one.
+        # Without a description, as for training without gradients, no call matches this call.
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         key, tensors = described or ((object(),), tensors)
         return key, self.unit(leaves, spec, tensors, enter)
@@ -452,14 +452,14 @@ class _Graphed:
         self, leaves: Sequence[object], spec: TreeSpec | _Flat, tensors: Sequence[Tensor],
         enter: _Enter,
     ) -> Unit:  # fmt: skip
-        """The call as a function of its tensors."""
-        places = [_place(leaf, tensors) for leaf in leaves]
+        """Return the call as a function of its tensors."""
+        indices = [_index_of(leaf, tensors) for leaf in leaves]
         constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         forward = self.__wrapped__
 
-        def run(given: Sequence[Tensor]) -> object:
-            pairs = zip(places, constants, strict=True)
-            values = [value if place is None else given[place] for place, value in pairs]
+        def run(inputs: Sequence[Tensor]) -> object:
+            pairs = zip(indices, constants, strict=True)
+            values = [value if index is None else inputs[index] for index, value in pairs]
             if isinstance(spec, _Flat):
                 args, named = values[: spec.positional], values[spec.positional :]
                 kwargs = dict(zip(spec.names, named, strict=True))
@@ -473,7 +473,7 @@ class _Graphed:
     def _record(
         self, key: _Key, leaves: Sequence[object], spec: TreeSpec | _Flat, tensors: list[Tensor]
     ) -> tuple[Recorded, list[Tensor]] | None:
-        """Record such calls, or say why not."""
+        """Record such a call; if that fails, warn why and return None."""
         try:
             unit = self.unit(leaves, spec, tensors, nullcontext)
             (recorded,) = record([unit], 1, allow_unused=True, exact=True)
@@ -490,20 +490,20 @@ class _Graphed:
         return recorded, tensors
 
     def add(self, recorded: Recorded, key: _Key) -> None:
-        """Replay what was recorded, for calls of this key."""
+        """Replay a recording from now on, for calls with this key."""
         structure = self.structure
         if self.limit == 0 or structure is None:
-            structure = self.structure = _Structure(self.function)  # as the warm-up left them
+            structure = self.structure = _Structure(self.function)  # as the warm-up left it
             structure.fit, structure.hooks = True, []
         recorded.key, recorded.pointers = key, structure.pointers
         self.recorded.append(recorded)
 
 
 def _is_observed() -> bool:
-    """Whether something follows what Python does in a call, which a replay would not do."""
+    """Whether something observes the Python code of a call, which a replay does not run."""
     modes = torch._C._len_torch_function_stack()
     if modes == 1 and isinstance(torch._C._get_function_stack_at(0), DeviceContext):
-        modes = 0  # that of torch.set_default_device
+        modes = 0  # it is the mode of torch.set_default_device
     return (
         modes > 0
         or PROCESS.observer is not None
@@ -520,7 +520,7 @@ def _is_observed() -> bool:
 
 
 def _stream(x: Tensor) -> int | None:
-    """The stream that a call on ``x`` runs on; None where there are no graphs, or one is made."""
+    """Return the stream of a call on ``x``; None on a CPU, and while a graph is captured."""
     if not x.is_cuda or torch.cuda.is_current_stream_capturing():
         return None
     return torch._C._cuda_getCurrentRawStream(x.device.index)
@@ -534,13 +534,13 @@ def _is_plain(x: object) -> TypeGuard[Tensor]:
     return type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided  # type: ignore[attr-defined]
 
 
-def _place(x: object, tensors: Sequence[Tensor]) -> int | None:
-    """Where among some tensors this one is."""
-    return next((place for place, tensor in enumerate(tensors) if tensor is x), None)
+def _index_of(x: object, tensors: Sequence[Tensor]) -> int | None:
+    """Return the index of this tensor among ``tensors``, or None."""
+    return next((index for index, tensor in enumerate(tensors) if tensor is x), None)
 
 
 def _static(x: Tensor) -> Tensor:
-    """A tensor like ``x``, with its values, for graphs to read."""
+    """Copy ``x`` to a tensor with the same layout, which graphs read."""
     static = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
     static.copy_(x.detach())
     return static.requires_grad_(x.requires_grad and torch.is_grad_enabled())
@@ -549,7 +549,7 @@ def _static(x: Tensor) -> Tensor:
 def _leaves(
     args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[Sequence[object], TreeSpec | _Flat]:
-    """The arguments without their containers, and how they are contained."""
+    """Return the arguments without their containers, and the structure of the containers."""
     leaves = [*args, *kwargs.values()]
     for leaf in leaves:
         if isinstance(leaf, (tuple, list, dict)) and type(leaf) not in PLAIN:
