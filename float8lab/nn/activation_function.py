@@ -20,7 +20,7 @@ def check_activation(activation: str) -> bool:
 
 
 def activate(h: Tensor, activation: str) -> Tensor:
-    """The activation of ``h`` over the last dimension; ``h`` is what is saved for backward."""
+    """Apply the activation to ``h`` over the last dimension, and save ``h`` for backward."""
     return _Activation.run(h, activation)
 
 

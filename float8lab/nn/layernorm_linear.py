@@ -24,34 +24,34 @@ __all__ = ["LayerNormLinear"]
 class LayerNormLinear(NormGemmModule):
     """``norm(x) @ weight.T + bias`` with its GEMMs in FP8 inside ``autocast``.
 
-    Shape: input ``[..., in_features]`` of any leading dimensions and any size; output
+    Shape: input ``[..., in_features]`` with any leading dimensions and any sizes; output
     ``[..., out_features]``.
 
     Numerics: those of ``LayerNorm`` or ``RMSNorm`` followed by ``Linear``, bit for bit. In FP8 the
-    norm's output is cast as it is computed and never written; what is saved for backward is the
-    input, with two numbers a row.
+    norm's output is cast while it is computed and never written; forward saves the input and two
+    numbers for each row.
 
     Args:
-        eps: added to the variance, or to the mean square.
-        normalization: ``"LayerNorm"`` or ``"RMSNorm"``; the latter has no ``layer_norm_bias``.
+        eps: a number added to the variance, or to the mean square.
+        normalization: ``"LayerNorm"``, or ``"RMSNorm"``, which has no ``layer_norm_bias``.
         return_layernorm_output: return the norm's output as the last output.
-        return_layernorm_output_gathered: that output is of the tokens of all tensor-parallel ranks,
-            under ``sequence_parallel``; of all features, where ``parallel_mode`` is "row".
-        zero_centered_gamma: multiply by ``1 + layer_norm_weight``, which then starts from 0.
-        sequence_parallel: each tensor-parallel rank has its share of the input's tokens, along the
+        return_layernorm_output_gathered: that output has the tokens of all tensor-parallel ranks
+            under ``sequence_parallel``, and all features if ``parallel_mode`` is "row".
+        zero_centered_gamma: multiply by ``1 + layer_norm_weight``; that weight then starts from 0.
+        sequence_parallel: each tensor-parallel rank has a shard of the input's tokens, along the
             first dimension; the norm's parameters are marked, so that a trainer sums their
             gradients over these ranks.
         parallel_mode: "column": each rank has ``[out_features / R, in_features]`` of the weight and
-            gives as many features of all tokens; None: no rank shares anything; "row": each has
-            ``[out_features, in_features / R]``, and as many features of the input, of all tokens. A
-            norm is of all features of a token, so these are gathered, in high precision, for it and
-            for its gradient; its parameters are whole on all ranks, with the gradients of all.
+            outputs that many features of all tokens; None: ranks share nothing; "row": each has
+            ``[out_features, in_features / R]`` and that many features of all input tokens. The norm
+            and its gradient need all features of a token, so they are gathered in high precision;
+            all ranks have the norm's unsharded parameters and their full gradients.
 
     The other arguments are those of ``Linear``.
 
     Raises:
-        ValueError: an unknown normalization; ``parameters_split`` does not add up; sizes that the
-            ranks cannot share equally.
+        ValueError: the normalization is unknown, ``parameters_split`` does not add up, or the ranks
+            cannot share the sizes equally.
 
     >>> layer = float8lab.LayerNormLinear(64, 96, normalization="RMSNorm", device="cpu")
     >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
@@ -108,8 +108,8 @@ class LayerNormLinear(NormGemmModule):
             is_first_microbatch: as in ``Linear.forward``.
 
         Returns:
-            ``[..., out_features]``; or a tuple of it, the bias if ``return_bias``, and the norm's
-            output if ``return_layernorm_output``.
+            ``[..., out_features]``; or a tuple of this output, the bias with ``return_bias``, and
+            the norm's output with ``return_layernorm_output``.
         """
         weight, bias = self._weight_and_bias(self.gemms[0])
         parallel: Any = self._fp8.parallel
@@ -117,7 +117,7 @@ class LayerNormLinear(NormGemmModule):
         by_features = parallel is not None and parallel.mode == "row"
         x = self._checked(inp, weight, "in_features", self.tp_size if by_features else 1)
         gathered = None
-        if by_features:  # a norm is of all features of a token
+        if by_features:  # a norm needs all features of a token
             gathered = self._normed(parallel.gather_features(x, gather=True))
             x = parallel.gather_features(gathered, gather=False)
         tokens = None if parallel is None else parallel.tokens_of(x)

@@ -26,45 +26,45 @@ __all__ = ["LayerNormMLP"]
 class LayerNormMLP(NormGemmModule):
     """``activation(norm(x) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias``, GEMMs in FP8.
 
-    Shape: input and output ``[..., hidden_size]`` of any leading dimensions and any size. A gated
-    activation (geglu, reglu, sreglu, qgeglu, swiglu, glu) takes ``2 * ffn_hidden_size`` features
-    from fc1: the first half goes through the function, the second half multiplies it. GPT-OSS's
-    clamped_swiglu_interleaved takes these features in pairs.
+    Shape: input and output ``[..., hidden_size]`` with any leading dimensions and any sizes. A
+    gated activation (geglu, reglu, sreglu, qgeglu, swiglu, glu) takes ``2 * ffn_hidden_size``
+    features from fc1: the first half goes through the function, and the second half multiplies the
+    result. GPT-OSS's clamped_swiglu_interleaved takes these features in pairs.
 
-    Numerics: those of the parts one after the other, bit for bit. In FP8 neither the norm's nor the
-    activation's output is ever written, nor the gradient between activation and fc1. What is saved
-    for backward is the input, with two numbers a row, and fc1's output.
+    Numerics: those of the separate modules, bit for bit. In FP8 the outputs of norm and activation
+    and the gradient between activation and fc1 are never written. Forward saves the input, with two
+    numbers for each row, and fc1's output.
 
     Args:
         hidden_size: size of the last dimension of input and output.
         ffn_hidden_size: number of features between activation and fc2.
-        bias: learn additive biases of fc1 and fc2, initialised to 0.
+        bias: whether fc1 and fc2 learn additive biases, initialised to 0.
         activation: gelu (its tanh approximation), relu, squared_relu (also srelu), qgelu, silu, or,
             gated, geglu, reglu, sreglu, qgeglu, swiglu, glu, clamped_swiglu_interleaved.
         init_method: ``init_method(fc1_weight)`` initialises in place; None is normal, mean 0,
             standard deviation 0.023.
-        output_layer_init_method: the same of ``fc2_weight``.
-        return_layernorm_output_gathered: that output is of the tokens of all tensor-parallel ranks;
+        output_layer_init_method: the same for ``fc2_weight``.
+        return_layernorm_output_gathered: that output has the tokens of all tensor-parallel ranks;
             no effect without ``sequence_parallel`` and ``return_layernorm_output``.
-        set_parallel_mode: the R ranks of ``tp_group`` share fc1 by columns and fc2 by tokens: each
+        set_parallel_mode: the R ranks of ``tp_group`` share fc1 by columns and fc2 by rows: each
             has ``ffn_hidden_size / R`` of the features in between (``docs/many_gpus.md``).
-        sequence_parallel: each of them has its share of the tokens, along the first dimension of
-            input and output; the norm's parameters and ``fc2_bias`` are marked, so that a trainer
-            sums their gradients over these ranks.
-        tp_group: their process group.
+        sequence_parallel: each rank has a shard of the tokens, along the first dimension of input
+            and output; the norm's parameters and ``fc2_bias`` are marked, so that a trainer sums
+            their gradients over these ranks.
+        tp_group: the process group of these ranks.
         tp_size: R, where ``tp_group`` is given later.
         return_bias: do not add fc2's bias; return it after the output.
-        seq_length: no effect, nor has ``micro_batch_size`` any: nothing here is to be warmed up.
-        checkpoint: do not save fc1's output either but recompute it in backward, from the
-            input: less memory for one more GEMM, and the same numbers.
-        fp8_activation_input: in FP8, save fc1's output in e4m3 with a scale for every 128 features:
-            half the memory. The output does not change; gradients see fc1's output rounded, which
-            costs them up to 1.5 dB. No effect with ``checkpoint``, which does not save it.
+        seq_length: no effect, like ``micro_batch_size``: this module needs no warm-up.
+        checkpoint: do not save fc1's output, but recompute it in backward from the input: this
+            saves memory and costs a GEMM, with the same results.
+        fp8_activation_input: in FP8, save fc1's output in e4m3 with a scale for every 128 features,
+            in half the memory. The output does not change; gradients use fc1's rounded output,
+            which costs them up to 1.5 dB. No effect with ``checkpoint``, which does not save it.
 
     The other arguments are those of ``LayerNormLinear``.
 
     Raises:
-        ValueError: an unknown normalization or activation; a size that the ranks cannot share.
+        ValueError: normalization or activation is unknown, or the ranks cannot share a size.
 
     >>> mlp = float8lab.LayerNormMLP(64, 128, activation="swiglu", device="cpu")
     >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
@@ -148,11 +148,11 @@ class LayerNormMLP(NormGemmModule):
 
         Args:
             inp: ``[..., hidden_size]``.
-            is_first_microbatch: as in ``Linear.forward``, of both weights.
+            is_first_microbatch: as in ``Linear.forward``, for both weights.
 
         Returns:
-            ``[..., hidden_size]``; or a tuple of it, fc2's bias if ``return_bias``, and the norm's
-            output if ``return_layernorm_output``.
+            ``[..., hidden_size]``; or a tuple of this output, fc2's bias with ``return_bias``, and
+            the norm's output with ``return_layernorm_output``.
         """
         weights = self.fc1_weight, self.fc2_weight  # read once: parametrizations compute them
         x = self._checked(inp, weights[0], "hidden_size")

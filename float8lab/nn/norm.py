@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: torch's, with a fused backward and Transformer Engine's parameters."""
+"""LayerNorm and RMSNorm of torch, with a fused backward and Transformer Engine's parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["LayerNorm", "RMSNorm", "check_norm", "convert_norms", "normalized_si
 def normalized_size(
     hidden_size: int | Sequence[int] | None, normalized_shape: int | Sequence[int] | None
 ) -> tuple[int, ...]:
-    """The shape of a norm, given under one of two names, as a tuple.
+    """Return the shape of a norm, given under either of two names, as a tuple.
 
     >>> normalized_size(64, None), normalized_size(None, [4, 16])
     ((64,), (4, 16))
@@ -78,7 +78,7 @@ class _Norm(nn.Module):
         normalized_shape: int | Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        nn.Module.__init__(self)  # not torch's norm's: it makes its own parameters
+        nn.Module.__init__(self)  # torch's norms would make their own parameters
         self.register_load_state_dict_pre_hook(ignore_extra_state)
         arguments.check_flags(sequence_parallel=sequence_parallel)
         arguments.check_flags(zero_centered_gamma=zero_centered_gamma)
@@ -98,7 +98,7 @@ class _Norm(nn.Module):
         mark_sequence_parallel(self, sequence_parallel, "weight", "bias")
 
     def reset_parameters(self) -> None:
-        """Make gamma 1 (0 if it is zero-centered) and the bias 0, where ``Linear`` does, too."""
+        """Set gamma to 1 (0 if it is zero-centered) and the bias to 0, on ``Linear``'s device."""
         materialize(self)
         nn.init.constant_(self.weight, 0.0 if self._kind.zero_centered else 1.0)
         if self._center:
@@ -122,15 +122,15 @@ class _Norm(nn.Module):
 class LayerNorm(_Norm, nn.LayerNorm):
     """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension.
 
-    Shape: input ``[..., hidden_size]`` of any leading dimensions, zero included; output the same.
+    Shape: input ``[..., hidden_size]`` with any leading dimensions, also zero; output the same.
 
     Numerics: statistics and arithmetic are float32 (float64 for float64 input), rounded once to the
     dtype of torch.autocast if that is active, else of the input. The input is saved for backward,
-    with two numbers a row.
+    with two numbers for each row.
 
     Args:
         hidden_size: size of the last dimension, or sizes of the last dimensions.
-        eps: added to the variance.
+        eps: a number added to the variance.
         sequence_parallel: mark the parameters (``parameter.sequence_parallel``), so that a trainer
             sums their gradients over tensor-parallel ranks.
         params_dtype: dtype of the parameters; None is the default dtype.
@@ -140,7 +140,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
         dtype: another name of ``params_dtype``.
 
     Raises:
-        ValueError: two names of one parameter are given, or none.
+        ValueError: both names of an argument are given, or neither name of the size.
 
     >>> norm = float8lab.LayerNorm(4, device="cpu")
     >>> norm(torch.tensor([[1.0, 1.0, 3.0, 3.0]])).round(decimals=3)
@@ -153,8 +153,8 @@ class LayerNorm(_Norm, nn.LayerNorm):
 class RMSNorm(_Norm, nn.RMSNorm):
     """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension.
 
-    Shape, numerics, parameters and errors: as ``LayerNorm``, without a bias; ``eps`` is added to
-    the mean square.
+    Shape, numerics, parameters and errors are those of ``LayerNorm``, without a bias; ``eps`` is
+    added to the mean square.
 
     >>> norm = float8lab.RMSNorm(4, zero_centered_gamma=True, device="cpu")
     >>> norm(torch.tensor([[2.0, -2.0, 2.0, -2.0]])).round(decimals=3)
@@ -165,12 +165,12 @@ class RMSNorm(_Norm, nn.RMSNorm):
 
 
 def convert_norms(model: nn.Module) -> dict[str, str | None]:
-    """Make the ``torch.nn.LayerNorm`` and ``RMSNorm`` of a model this library's, in place.
+    """Convert the ``torch.nn.LayerNorm`` and ``RMSNorm`` of a model to this library's, in place.
 
-    The very objects change their class, as in ``convert_to_float8``; parameters are shared.
+    The same objects change their class, as in ``convert_to_float8``; parameters are shared.
 
     Returns:
-        The reason why a norm was left alone, by qualified name; None for one that was converted.
+        The reason why a norm was not converted, by qualified name; None for a converted norm.
 
     >>> float8lab.nn.convert_norms(torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.RMSNorm(8)))
     {'0': None, '1': "eps None means one by the input's dtype"}
@@ -189,7 +189,7 @@ def convert_norms(model: nn.Module) -> dict[str, str | None]:
 
 
 def _obstacle(norm: nn.LayerNorm | nn.RMSNorm) -> str | None:
-    """Why a norm cannot be converted, or None."""
+    """Return the reason why a norm cannot be converted, or None."""
     if type(norm) not in (nn.LayerNorm, nn.RMSNorm):
         return f"{type(norm).__name__} is a class of its own"
     if "forward" in vars(norm):

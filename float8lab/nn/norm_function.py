@@ -17,13 +17,13 @@ class NormKind(NamedTuple):
     """The kind of a norm, LayerNorm or RMSNorm, with its options."""
 
     center: bool
-    """LayerNorm: subtract the mean, add a bias. Else RMSNorm."""
+    """Whether this is LayerNorm, which subtracts the mean and adds a bias; RMSNorm if False."""
     eps: float
     zero_centered: bool
-    """Multiply by ``1 + weight``."""
+    """Whether the norm multiplies by ``1 + weight``."""
 
     def gamma(self, weight: Tensor) -> Tensor:
-        """The factor of the normalized values, ``weight`` or ``1 + weight``."""
+        """Return the factor of the normalized values, ``weight`` or ``1 + weight``."""
         if not self.zero_centered:
             return weight
         return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1.0
@@ -32,7 +32,7 @@ class NormKind(NamedTuple):
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind, dtype: torch.dtype
 ) -> Tensor:
-    """The norm over the last dimension, in ``dtype``; backward needs x, which is saved.
+    """Compute the norm over the last dimension, in ``dtype``, and save x for backward.
 
     Args:
         x: ``[..., K]``.
@@ -64,7 +64,7 @@ def backward_of_norm(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, kind: NormKind,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of x, weight and bias in their dtypes."""
+    """Compute the gradients of x, weight and bias in the dtypes of these tensors."""
     gamma = kind.gamma(weight) if kind.zero_centered else weight
     dx, dweight, dbias = norm_backward_op(dy, x, gamma, mean, rstd, kind.center, x.dtype)
     return dx, dweight.to(weight.dtype), None if bias_dtype is None else dbias.to(bias_dtype)
@@ -74,9 +74,9 @@ def source_of_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind, dtype: torch.dtype,
     stats: tuple[Tensor | None, Tensor] | None = None, *, want_amax: bool = False,
 ) -> tuple[Prologue, tuple[Tensor | None, Tensor]]:  # fmt: skip
-    """The norm of a matrix, to be cast, and its statistics: mean and rstd, computed if not given.
+    """Return the norm of a matrix as a prologue of a cast, and its statistics, mean and rstd.
 
-    With ``want_amax`` the source knows its amax, which comes with the statistics.
+    Statistics that are not given are computed, and with ``want_amax`` the prologue's amax as well.
     """
     gamma = kind.gamma(weight) if kind.zero_centered else weight
     amax = None
@@ -84,7 +84,7 @@ def source_of_norm(
         _, mean, rstd, amax = norm_op(
             x, gamma, bias, kind.eps, kind.center, dtype, None, (), False, want_amax
         )
-        stats = mean if kind.center else None, rstd  # a mode sees an empty mean
+        stats = mean if kind.center else None, rstd  # under a mode RMSNorm has an empty mean
     mean, rstd = stats
     name, inputs = "rms_norm", [x, rstd, gamma]
     if bias is not None and mean is not None:
