@@ -1,9 +1,9 @@
 """The linear layers of all experts of an MoE layer as one autograd function.
 
 M tokens, E experts, N out features, K in features. ``y = x @ w[e].T`` for the rows of each expert
-e; the rows of an expert follow those of the expert before, and ``offs``, ``[E]``, are their
-offsets. What is cast, saved and recomputed is in ``gemm.py``. A weight has one cast for each
-expert: under a recipe of one scale per tensor, a scale for each.
+e; the rows are in the order of the experts, and ``offs``, ``[E]``, are their offsets. ``gemm.py``
+decides what is cast, saved and recomputed. The weights of the experts are cast separately: under a
+recipe with one scale per tensor, each has its own scale.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _IN_HIGH_PRECISION = call_under(Float8CurrentScaling(override_linear_precision=(
 
 
 class GroupedFunction(differentiation.Float8Function):
-    """``x @ weight[e].T + bias[e]`` for the rows of each expert: ``run`` it.
+    """Compute ``x @ weight[e].T + bias[e]`` for the rows of each expert, by ``run``.
 
     Args:
         x: ``[M, K]``.
@@ -34,11 +34,11 @@ class GroupedFunction(differentiation.Float8Function):
         bias: ``[E, N]`` or None.
         offs: offsets of the experts' rows, ``[E]``, int32 or int64; later rows give zeros.
         call: how to cast, from ``Precision.begin``; None is high precision.
-        save_memory: hold little until backward: x as another layer has cast it, where one has, and
-            no FP8 data of a weight, which is requantized.
+        save_memory: save little for backward: share the cast of x with another layer if it has made
+            one, and requantize weights rather than save their FP8 data.
         count: how many of ``parameters`` are the experts' weights; the others are their biases.
-        parameters: where ``weight`` or ``bias`` is the memory of parameters, one for each expert,
-            these parameters, which have the gradients then.
+        parameters: if ``weight`` or ``bias`` is a view of the memory of one parameter for each
+            expert, these parameters, which then get the gradients.
 
     Returns:
         ``[M, N]`` in the dtype of torch.autocast if that is active, else of ``x``.
@@ -53,7 +53,7 @@ class GroupedFunction(differentiation.Float8Function):
         call = call or _IN_HIGH_PRECISION
         ctx.counts = count, len(parameters) - count
         y, saved = forward(
-            x, weight, bias, call, needs=_joined(ctx.needs_input_grad, ctx.counts)[:2],
+            x, weight, bias, call, needs=_join_needs(ctx.needs_input_grad, ctx.counts)[:2],
             dtype=output_dtype(x), offsets=offsets,
             save_memory=save_memory and is_memory_of_parameter(weight),
             inp=x if save_memory else None,
@@ -62,7 +62,7 @@ class GroupedFunction(differentiation.Float8Function):
         ctx.call = call
         ctx.shape = x.shape[0], *weight.shape[1:]
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        # Their memory, which is saved, has the counter of writes of the first alone.
+        # The saved view of their memory has the version counter of the first parameter only.
         ctx.weights = parameters[:count] if any(tensor is weight for tensor in saved) else ()
         ctx.versions = [*map(differentiation.version_of, ctx.weights)]
         return y
@@ -71,7 +71,7 @@ class GroupedFunction(differentiation.Float8Function):
     @differentiation.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         wants, (offs, plan, *saved) = differentiation.wanted_gradients(ctx), ctx.saved_tensors
-        needs = _joined(wants, ctx.counts)
+        needs = _join_needs(wants, ctx.counts)
         weights, biases = ctx.counts
         last = len(wants) - biases
         if [*map(differentiation.version_of, ctx.weights)] != ctx.versions:
@@ -79,23 +79,23 @@ class GroupedFunction(differentiation.Float8Function):
                 "weights must stay as they are from forward to backward; got one that has been "
                 "modified by an inplace operation. Call backward before the optimizer's step."
             )
-        dx, *of_experts = backward(
+        dx, *expert_grads = backward(
             dy, None, Saved._make(saved), ctx.call,
             needs=needs, shape=ctx.shape, dtypes=ctx.dtypes, offsets=Offsets(offs, plan),
             has_gradient=wants[last - weights : last],
         )  # fmt: skip
         single: list[Tensor | None] = []
-        for gradient, count in zip(of_experts, ctx.counts, strict=True):
+        for gradient, count in zip(expert_grads, ctx.counts, strict=True):
             single += [None] * count if gradient is None else gradient.unbind()[:count]
-        return dx, *of_experts, None, None, None, None, *single
+        return dx, *expert_grads, None, None, None, None, *single
 
 
-def _joined(needs: tuple[bool, ...], counts: tuple[int, int]) -> tuple[bool, bool, bool]:
-    """Whether input, weights and biases need gradients, the last two perhaps of single experts."""
+def _join_needs(needs: tuple[bool, ...], counts: tuple[int, int]) -> tuple[bool, bool, bool]:
+    """Return whether the input, any expert's weight, and any expert's bias need gradients."""
     weights, biases = counts
-    of_experts = needs[len(needs) - weights - biases :]
+    expert_needs = needs[len(needs) - weights - biases :]
     dx, dw, db = needs[:3]
-    return dx, dw or any(of_experts[:weights]), db or any(of_experts[weights:])
+    return dx, dw or any(expert_needs[:weights]), db or any(expert_needs[weights:])
 
 
 def calibrate_experts(

@@ -32,51 +32,51 @@ from float8lab.tensor.permute import are_sizes
 __all__ = ["GroupedLinear", "offsets_of"]
 
 _PLAIN = nn.Parameter, Float8Tensor
-"""The types of parameters of which this rank has the whole."""
+"""The types of parameters that are not DTensors."""
 
 
 class GroupedLinear(GemmModule):
     """``y = x @ weight[e].T + bias[e]`` for the rows of each expert e, in FP8 inside ``autocast``.
 
-    The rows of an expert follow those of the expert before. How many each has is read on the
-    device, so nothing waits for it, and a CUDA graph may hold the call.
+    The experts' rows are in the order of the experts. The device reads how many rows each expert
+    has, so the host does not wait for these numbers, and a CUDA graph may hold the call.
 
-    Shape: input ``[..., in_features]`` of any leading dimensions, whose rows are those of all
-    experts; output ``[..., out_features]``. An expert may have any number of rows, 0 included.
-    Rows beyond those of the last expert give zeros, whatever they hold, and have no gradient.
+    Shape: input ``[..., in_features]`` with any leading dimensions, which holds the rows of all
+    experts; output ``[..., out_features]``. An expert may have any number of rows, also 0. Rows
+    after those of the last expert give zeros, whatever they hold, and have no gradient.
 
-    Numerics: each expert's rows are cast as if they were alone, and so is each weight; under a
-    recipe of one scale per tensor each expert's rows of the input, its weight and its rows of the
-    gradient have a scale each. Otherwise as ``Linear``.
+    Numerics: each weight and each expert's rows are cast separately; under a recipe with one scale
+    per tensor, each expert's weight, rows of the input and rows of the gradient have their own
+    scales. Everything else is as in ``Linear``.
 
-    Tensor parallelism shards each expert's features over the ranks (``parallel_mode``), and sends
-    nothing but, in FP8, the largest values: column parallel, the input is the same on all ranks and
-    its gradient a part of a sum; row parallel, the output is a part of a sum. Tokens are sent, and
-    sums made, where tokens are sent to experts and back.
+    Tensor parallelism shards each expert's features over the ranks (``parallel_mode``). The layer
+    sends only amaxes, in FP8. If it is column parallel, the input is the same on all ranks and its
+    gradient is a partial sum; if it is row parallel, the output is a partial sum. The modules that
+    send tokens to experts and back also send tokens between these ranks, and add the sums up.
 
     Parameters: ``weight0``, ``[out_features, in_features]``, ``bias0``, ``[out_features]``,
-    ``weight1`` and so on, in this order, to ``bias<num_gemms - 1>``; or, for less work for the
+    ``weight1`` and so on, in this order, to ``bias<num_gemms - 1>``; or, with less work for the
     host, ``weight``, ``[num_gemms, out_features, in_features]``, and ``bias``. A state dict of
     either kind loads into the other.
 
     Args:
         num_gemms: number of experts.
-        bias: learn additive biases, initialised to 0.
+        bias: whether the experts learn additive biases, initialised to 0.
         init_method: ``init_method(weight)`` initialises each expert's weight in place; None is
             normal, mean 0, standard deviation 0.023.
         return_bias: do not add the biases; return ``(output, biases)``.
-        single_grouped_weight: one parameter for all weights.
-        single_grouped_bias: one parameter for all biases.
+        single_grouped_weight: hold all weights in one parameter.
+        single_grouped_bias: hold all biases in one parameter.
         sequence_parallel: no effect: the layer sends no tokens.
-        parallel_mode: "column": a rank has ``out_features / tp_size`` rows of each weight and that
-            part of the output; "row": ``in_features / tp_size`` columns, and takes that part of the
-            input; the biases are in the first rank's part of the sum. None: each rank has all.
+        parallel_mode: "column": a rank has ``out_features / tp_size`` rows of each weight and these
+            features of the output; "row": it has ``in_features / tp_size`` columns and takes these
+            features of the input, and the first rank adds the biases; None: nothing is sharded.
         ub: Transformer Engine's ``ub_overlap_ag``, ``ub_overlap_rs`` and ``ub_name``; no effect.
 
     The other arguments are those of ``Linear``.
 
     Raises:
-        ValueError: features that the ranks cannot share equally.
+        ValueError: the ranks cannot share the features equally.
 
     >>> experts = float8lab.GroupedLinear(2, 64, 32, device="cpu")
     >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
@@ -133,7 +133,7 @@ class GroupedLinear(GemmModule):
             bias_shapes=biases if bias else (), experts=E,
         )  # fmt: skip
         self._build(gemm, device=device, params_dtype=params_dtype, tp_group=tp_group, ub=ub)
-        self._lay_together()
+        self._make_contiguous()
 
     def forward(
         self,
@@ -148,20 +148,20 @@ class GroupedLinear(GemmModule):
         Args:
             inp: ``[..., in_features]``.
             m_splits: the number of rows of each expert; a list, or a tensor of integers on the
-                input's device, whose values the host does not read, and checks only on a CPU. A
-                CUDA graph that is captured with numbers of the host keeps these.
-            is_first_microbatch: as in ``Linear.forward``, of all weights.
-            out: what the output is written to, and returned as.
-            dgrad_out: what the gradient of the input is written to, and given as.
+                input's device, whose values the host reads only on a CPU, to check them. A CUDA
+                graph that is captured with numbers from the host keeps these numbers.
+            is_first_microbatch: as in ``Linear.forward``, for all weights.
+            out: a buffer that the output is written to, and that is returned.
+            dgrad_out: a buffer that the gradient of the input is written to, and that becomes it.
 
         Returns:
             ``[..., out_features]``; with ``return_bias``, a tuple of the output without biases, and
-            a list of the biases, or the one parameter of all.
+            a list of the biases, or their single parameter.
 
         Raises:
-            TypeError: ``m_splits`` are no integers.
-            ValueError: ``m_splits`` are not ``num_gemms`` numbers, one is negative, or their sum is
-                too large.
+            TypeError: ``m_splits`` holds something other than integers.
+            ValueError: ``m_splits`` does not hold ``num_gemms`` numbers, a number is negative, or
+                their sum is too large.
         """
         is_tensor = isinstance(inp, Tensor) and inp.dtype in arguments.PARAMETER_DTYPES
         if not is_tensor or inp.shape[-1:] != (self.in_features,):
@@ -200,18 +200,18 @@ class GroupedLinear(GemmModule):
         return y, (biases[0] if self.single_grouped_bias else biases) if biases else None
 
     def _expert_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The weights, and the biases if there are any."""
+        """Return the weights, and the biases if there are any."""
         kinds, stored = (self.gemms[0].weights, self.gemms[0].biases), self._parameters
         try:
             weights, biases = ([cast("Tensor", stored[name]) for name in names] for names in kinds)
-        except KeyError:  # torch.nn.utils.parametrize has taken one, and computes it
+        except KeyError:  # torch.nn.utils.parametrize has replaced a parameter, and computes it
             weights, biases = ([getattr(self, name) for name in names] for names in kinds)
         return weights, biases
 
     def _local_experts(
         self, weights: list[Tensor], biases: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The parameter of each kind, of the experts that this rank has."""
+        """Return the weights and the biases of the experts that this rank has."""
         if not self.single_grouped_weight or (biases and not self.single_grouped_bias):
             raise NotImplementedError(
                 "single_grouped_weight and single_grouped_bias must be True where parameters are "
@@ -222,7 +222,7 @@ class GroupedLinear(GemmModule):
     def _with_buffers(
         self, inp: Tensor, x: Tensor, out: Tensor | None, dgrad_out: Tensor | None
     ) -> Tensor:
-        """Check the buffers of a call; returns ``x``, whose gradient goes into ``dgrad_out``."""
+        """Check the buffers of a call; return ``x``, whose gradient goes into ``dgrad_out``."""
         if out is not None:
             _check_buffer("out", out, (*inp.shape[:-1], self.out_features))
         if dgrad_out is None:
@@ -234,10 +234,10 @@ class GroupedLinear(GemmModule):
     def _begin_experts(
         self, x: Tensor, weights: list[Tensor], first_microbatch: bool | None, held: range | None
     ) -> tuple[Call | None, list[Tensor]]:
-        """How the GEMM runs, None in high precision, and the weights that autograd sees."""
-        # The gradients of all weights go into their ``main_grad`` at once where autograd has it of
-        # them as they are. Where it has it of a copy, it does not tell which of them have one: then
-        # each weight passes its own on.
+        """Decide how the GEMM runs (None: in high precision), and which weights autograd sees."""
+        # If autograd sees the weights themselves, their gradients go into ``main_grad`` at once.
+        # If it sees a copy, it does not tell which weights have a gradient, so each weight passes
+        # its gradient on.
         fused: tuple[Tensor, ...] = ()
         if self.fuse_wgrad_accumulation:
             trained = (w for w in weights if w.requires_grad)
@@ -258,8 +258,8 @@ class GroupedLinear(GemmModule):
     def _stacked(
         self, kind: str, parameters: Sequence[Tensor], *, keeps_cast: bool = False
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Parameters, one for each expert, as one tensor; and those that have its gradient.
-        They are the matrices of one tensor, or a copy that autograd knows if they lie elsewhere."""
+        """Return the experts' parameters as one tensor, and the parameters that get its gradient.
+        The tensor is a view of their common memory if they have any, or else a copy by autograd."""
         if torch.compiler.is_compiling():
             # Dynamo cannot read the spec of a Float8Tensor that a graph makes.
             return torch.stack([plain(parameter) for parameter in parameters]), ()
@@ -269,13 +269,13 @@ class GroupedLinear(GemmModule):
         return (torch.stack(list(parameters)), ()) if stack is None else (stack, parameters)
 
     def _added_bias(self, biases: list[Tensor]) -> tuple[Tensor | None, Sequence[Tensor]]:
-        """The biases that the GEMM adds as one tensor, and the parameters with its gradient."""
+        """Return the biases to add, as one tensor, and the parameters that get its gradient."""
         if self.return_bias or not biases:
             return None, ()
         single, parallel = self.single_grouped_bias, self._fp8.parallel
         bias, parameters = (biases[0], ()) if single else self._stacked("bias", biases)
         if parallel is not None and self.parallel_mode == "row":
-            # One rank adds it to the sum, and all have its gradient.
+            # Only the first rank adds the bias to the sum, and all ranks have its gradient.
             bias = GradientMap.run(
                 bias, lambda b: torch.zeros_like(b) if parallel.rank else b.view_as(b), lambda d: d
             )
@@ -283,15 +283,15 @@ class GroupedLinear(GemmModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         result = super()._apply(fn, recurse)
-        self._lay_together()
+        self._make_contiguous()
         return result
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
-        self._lay_together()
+        self._make_contiguous()
 
-    def _lay_together(self) -> None:
-        """Have each expert's parameters follow each other in memory, wherever they were moved."""
+    def _make_contiguous(self) -> None:
+        """Make the parameters of all experts contiguous in memory, also after they were moved."""
         self._memories = {kind: ExpertMemory() for kind in ("weight", "bias")}
         for parameters in filter(None, self._expert_parameters()):
             lay_together(parameters)
@@ -315,9 +315,9 @@ def _check_buffer(name: str, buffer: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def offsets_of(m_splits: Sequence[int] | Tensor, x: Tensor, experts: int, argument: str) -> Tensor:
-    """Offsets of the rows of so many experts, on the device of ``x``, which has the rows.
+    """Return the offsets of the experts' rows on the device of ``x``, which holds the rows.
 
-    ``argument`` is what the caller has called the number of experts.
+    ``argument`` is the caller's name for the number of experts.
     """
     host_sizes = _sizes_on_host(m_splits)
     sizes = host_sizes or []
@@ -329,19 +329,19 @@ def offsets_of(m_splits: Sequence[int] | Tensor, x: Tensor, experts: int, argume
             "of each expert."
         )
     if host_sizes and x.is_cuda and not torch.compiler.is_compiling() and capturing():
-        # A copy would read the host's memory in each replay; a graph keeps kernels' arguments.
+        # A copy would read the host's memory in each replay, but a graph keeps kernels' arguments.
         offsets = torch.zeros(experts, dtype=torch.int32, device=x.device)
         torch._foreach_add_(offsets.unbind(), [*itertools.accumulate(sizes)])
         return offsets
     if isinstance(m_splits, Tensor):
-        # int32 stays so: torch's default would convert the numbers first.
+        # Keep int32: by default torch would first convert the numbers to int64.
         dtype = torch.int32 if m_splits.dtype == torch.int32 else torch.int64
         return m_splits.to(x.device).cumsum(0, dtype=dtype)
     return torch.tensor([*itertools.accumulate(sizes)], dtype=torch.int32, device=x.device)
 
 
 def _sizes_on_host(m_splits: Sequence[int] | Tensor) -> list[int] | None:
-    """The sizes; None of a tensor that the host cannot read without waiting."""
+    """Return the sizes; None for a tensor that the host cannot read without waiting."""
     cause: TypeError | None = None
     if not isinstance(m_splits, Tensor):
         try:
