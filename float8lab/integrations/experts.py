@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from float8lab.nn.casts import plain
 from float8lab.nn.convert.other_experts import ExpertWeight, OtherExperts
-from float8lab.nn.expert_mlp import layers_here, like
+from float8lab.nn.expert_mlp import like, local_layers
 from float8lab.nn.fused_function import Layer
 from float8lab.nn.gemm import output_dtype
 from float8lab.ops import as_matrix
@@ -138,9 +138,9 @@ def _route(
     """Permute, run the experts, add up each token's, times its weights."""
     x = as_matrix(plain(hidden_states))
     x = x.to(output_dtype(x))  # before it is copied to each expert
-    layers = layers_here(layers)
+    layers = local_layers(layers)
     row_map, rows, offs = routed(index, x.shape[0], layers[0][0].shape[0])
-    y = self._run_experts(x, offs, layers, activation, to=(row_map, rows))
+    y = self._run_experts(x, offs, layers, activation, to_rows=(row_map, rows))
     y = y if after is None else after(y)
     y = gather_rows(y, row_map, weights)
     return like(y.to(hidden_states.dtype), hidden_states)
@@ -169,7 +169,7 @@ class LlamaExperts(OtherExperts):
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         """Apply to each of E equal parts of the rows its expert."""
-        layers = layers_here(LlamaExperts.layers(self))
+        layers = local_layers(LlamaExperts.layers(self))
         experts, _, features = layers[0][0].shape
         x = plain(hidden_states).reshape(-1, features)
         offs = torch.arange(1, experts + 1, device=x.device) * (x.shape[0] // experts)
@@ -246,7 +246,7 @@ class TitanExperts(OtherExperts):
     def forward(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Apply to each row, ``[M, D]``, its expert, of which each has as many rows as it says."""
         offs = num_tokens_per_expert.to(device=x.device, dtype=torch.int64).cumsum(0)
-        layers = layers_here(TitanExperts.layers(self))
+        layers = local_layers(TitanExperts.layers(self))
         y: Tensor = self._run_experts(plain(x), offs, layers, "swiglu")
         return y.to(x.dtype)
 

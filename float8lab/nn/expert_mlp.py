@@ -1,4 +1,4 @@
-"""ExpertMLP: the MLPs of all experts, from a router's choice to the sums of each token."""
+"""ExpertMLP: the MLPs of all experts, from a router's choice to each token's weighted sum."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import is_dtensor
 from float8lab.tensor.permute import check_probs, gather_rows, routed, scatter_rows
 
-__all__ = ["ExpertMLP", "ExpertsBase", "layers_here", "like"]
+__all__ = ["ExpertMLP", "ExpertsBase", "like", "local_layers"]
 
 
-def layers_here(layers: tuple[Layer, Layer]) -> tuple[Layer, Layer]:
-    """The experts that this rank has, where their parameters are DTensors."""
+def local_layers(layers: tuple[Layer, Layer]) -> tuple[Layer, Layer]:
+    """Return the layers of the experts that this rank has, if parameters are DTensors."""
     if not is_dtensor(layers[0][0]):
         return layers
     (w1, b1), (w2, b2) = layers
@@ -39,28 +39,28 @@ def layers_here(layers: tuple[Layer, Layer]) -> tuple[Layer, Layer]:
 
 
 def like(y: Tensor, x: Tensor) -> Tensor:
-    """A matrix with the dimensions of ``x``; no view, on which FSDP2 refuses ops in place."""
+    """Give a matrix the shape of ``x``, not as a view: FSDP2 refuses in-place ops on views."""
     return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, x.shape)
 
 
 class ExpertsBase(MovedInPlace):
-    """A module that holds the MLPs of all experts, and how each of their two layers is cast."""
+    """A module that holds the MLPs of all experts and the FP8 state of their two layers."""
 
     fuse_wgrad_accumulation = False
     _fp8_fc1: Precision
     _fp8_fc2: Precision
 
     layer_names: ClassVar[tuple[str, ...]] = ("fc1", "fc2")
-    """The layers, each with FP8 state of its own."""
+    """The names of the layers, each of which has its own FP8 state."""
 
     def _run_experts(
         self, x: Tensor, offs: Tensor, layers: tuple[Layer, Layer],
         activation: str | Callable[[Tensor], Tensor], first_microbatch: bool | None = None,
-        to: tuple[Tensor, int] | None = None,
+        to_rows: tuple[Tensor, int] | None = None,
     ) -> Tensor:  # fmt: skip
-        """``activation(x @ w1[e].T + b1[e]) @ w2[e].T + b2[e]`` for the rows of each expert.
-        An activation of ``ACTIVATIONS`` is fused with the casts beside it; a function is not. With
-        ``to``, a row map and the number of rows, ``x`` are the tokens that go there."""
+        """Compute ``activation(x @ w1[e].T + b1[e]) @ w2[e].T + b2[e]`` for each expert's rows.
+        An activation of ``ACTIVATIONS`` is fused with casts; a function is not. With ``to_rows``, a
+        row map and the number of rows, ``x`` holds tokens, which are copied to these rows."""
         precisions = self._fp8_fc1, self._fp8_fc2
         calls = [
             self._begin_layer(precision, x, weight, first_microbatch)
@@ -68,11 +68,11 @@ class ExpertsBase(MovedInPlace):
         ]
         fc1, fc2 = calls
         if isinstance(activation, str) and fc1 is not None and fc2 is not None:
-            row_map, rows = to or (None, x.shape[0])
+            row_map, rows = to_rows or (None, x.shape[0])
             options = MlpCall(ExpertFront(rows), activation, fc1, fc2)
             y = ExpertMlpFunction.run(x, offs, row_map, *layers[0], *layers[1], options)
         else:
-            x = x if to is None else scatter_rows(x, *to)[0]
+            x = x if to_rows is None else scatter_rows(x, *to_rows)[0]
             h = self._apply_experts(precisions[0], x, offs, layers[0], fc1, first_microbatch)
             a = activate(h, activation) if isinstance(activation, str) else activation(h)
             y = self._apply_experts(precisions[1], a, offs, layers[1], fc2, first_microbatch)
@@ -82,7 +82,7 @@ class ExpertsBase(MovedInPlace):
         return y
 
     def _held_experts(self) -> range | None:
-        """Which experts this rank holds; None: all of them."""
+        """Return which experts this rank holds; None if it holds all."""
         return held_experts(next((p for p in self.parameters() if p.ndim == 3), None))
 
     def _begin_layer(
@@ -115,29 +115,29 @@ class ExpertMLP(ExpertsBase, GemmModule):
     ``y[t] = sum over e of probs[t, e] * (activation(x[t] @ fc1_weight[e].T + fc1_bias[e]) @
     fc2_weight[e].T + fc2_bias[e])``, over the experts e that the router chose for token t.
 
-    Shape: input and output ``[..., hidden_size]`` of any leading dimensions. An expert may have any
-    number of tokens, 0 included; nothing is padded, and the host waits for nothing. A gated
+    Shape: input and output ``[..., hidden_size]`` with any leading dimensions. An expert may have
+    any number of tokens, also 0; nothing is padded, and the host waits for nothing. A gated
     activation takes ``2 * ffn_hidden_size`` features from the first layer: the first half goes
-    through the function, the second half multiplies it.
+    through the function, and the second half multiplies the result.
 
     Numerics: those of ``moe_permute``, ``GroupedLinear``, the activation, ``GroupedLinear`` and
-    ``moe_unpermute`` one after the other, bit for bit. In FP8 the permuted tokens, the activation's
-    output and the gradient between it and the first layer are never written: they are computed
-    while they are cast. Saved for backward are the tokens and the first layer's output.
+    ``moe_unpermute`` in sequence, bit for bit. In FP8 the permuted tokens, the activation's output
+    and the gradient between activation and first layer are never written, but computed while they
+    are cast. Forward saves the tokens and the first layer's output.
 
     Args:
         num_experts: number of experts.
         hidden_size: size of the last dimension of input and output.
         ffn_hidden_size: number of features between activation and second layer.
-        bias: learn additive biases, initialised to 0.
+        bias: whether the experts learn additive biases, initialised to 0.
         init_method: ``init_method(weight)`` initialises each expert's first weight in place; None
             is normal, mean 0, standard deviation 0.023.
-        output_layer_init_method: the same of the second weight.
+        output_layer_init_method: the same for the second weight.
 
     The other arguments are those of ``LayerNormMLP``.
 
     Raises:
-        ValueError: an unknown activation.
+        ValueError: the activation is unknown.
 
     >>> experts = float8lab.ExpertMLP(4, 64, 32, device="cpu")
     >>> x, logits = torch.randn(10, 64), torch.randn(10, 4)
@@ -190,21 +190,21 @@ class ExpertMLP(ExpertsBase, GemmModule):
         names: Sequence[str] | None = None,
         activation: str = "swiglu",
     ) -> ExpertMLP:
-        """An ``ExpertMLP`` with the weights, which are copied, of MLPs that a model has in a list.
+        """Make an ``ExpertMLP`` with copies of the weights of MLPs that a model has in a list.
 
-        Call it instead of the loop that runs them. Each must compute ``down(function(gate(x)) *
-        up(x))``, or ``down(function(up(x)))`` if ``activation`` does not gate, which is tried on
-        random tokens. Parameters of frozen layers are frozen.
+        Call it instead of the loop that runs the MLPs. Each must compute ``down(function(gate(x)) *
+        up(x))``, or ``down(function(up(x)))`` if ``activation`` does not gate, which this method
+        checks on random tokens. Parameters of frozen layers are frozen.
 
         Args:
-            names: of their linear layers: gate, up and down; or up and down, where up is also one
-                layer of gate and up, in this order. None looks for gate_proj, up_proj and
-                down_proj, or w1, w3 and w2.
-            activation: as of ``ExpertMLP``.
+            names: the names of the linear layers: gate, up and down; or up and down, where up may
+                join gate and up, in this order. None looks for gate_proj, up_proj and down_proj,
+                or w1, w3 and w2.
+            activation: as in ``ExpertMLP``.
 
         Raises:
-            TypeError: a layer is no ``torch.nn.Linear``.
-            ValueError: experts of different shapes, or that compute something else.
+            TypeError: a layer is not a ``torch.nn.Linear``.
+            ValueError: experts have different shapes, or compute something else.
 
         >>> class Expert(torch.nn.Module):
         ...     def __init__(self):
@@ -226,7 +226,7 @@ class ExpertMLP(ExpertsBase, GemmModule):
             names = arguments.check_names("names", names)
         gated = check_activation(activation)
         layers = [_layers_of(module, names) for module in modules]
-        kinds = {tuple((x.weight.shape, x.bias is None) for x in of) for of in layers}
+        kinds = {tuple((x.weight.shape, x.bias is None) for x in expert) for expert in layers}
         if len(kinds) != 1:
             raise ValueError(
                 f"experts must have layers of the same shapes; got {len(modules)} experts of "
@@ -242,26 +242,26 @@ class ExpertMLP(ExpertsBase, GemmModule):
                 "the layers by names, and the activation."
             )
         with torch.no_grad():
-            values = [_values_of(of) for of in layers]
-            _check_that_they_compute(modules, values, activation)
+            values = [_weights_and_biases(expert) for expert in layers]
+            _check_experts(modules, values, activation)
         fc1_weights = iter([weight for (weight, _), _ in values])
         fc2_weights = iter([weight for _, (weight, _) in values])
-        made = cls(
+        mlp = cls(
             len(modules), H, F, bias=down.bias is not None, activation=activation,
             device=down.weight.device, params_dtype=down.weight.dtype,
             init_method=lambda weight: weight.copy_(next(fc1_weights)),
             output_layer_init_method=lambda weight: weight.copy_(next(fc2_weights)),
         )  # fmt: skip
-        made.gemms = tuple(gemm._replace(init_method=None) for gemm in made.gemms)
+        mlp.gemms = tuple(gemm._replace(init_method=None) for gemm in mlp.gemms)
         for index, name in enumerate(("fc1", "fc2")):
-            weight, bias = getattr(made, f"{name}_weight"), getattr(made, f"{name}_bias")
+            weight, bias = getattr(mlp, f"{name}_weight"), getattr(mlp, f"{name}_bias")
             original = layers[0][-1 if index else 0]
             weight.requires_grad_(original.weight.requires_grad)
             if bias is not None:
                 with torch.no_grad():
-                    bias.copy_(torch.stack([of[index][1] for of in values]))  # type: ignore[misc]
+                    bias.copy_(torch.stack([e[index][1] for e in values]))  # type: ignore[misc]
                 bias.requires_grad_(original.bias.requires_grad)
-        return made.train(modules[0].training)
+        return mlp.train(modules[0].training)
 
     def forward(
         self,
@@ -271,20 +271,20 @@ class ExpertMLP(ExpertsBase, GemmModule):
         num_out_tokens: int | None = None,
         is_first_microbatch: bool | None = None,
     ) -> Tensor:
-        """Send each token through its experts, and add up what these give, times ``probs``.
+        """Send each token through its experts, and sum their outputs times ``probs``.
 
         Args:
             inp: ``[..., hidden_size]``, T tokens.
             probs: ``[T, num_experts]``, or ``[T, K]`` if ``routing_map`` has indices; any float.
-            routing_map: ``[T, num_experts]`` of bools, where an expert gets the token; or ``[T,
-                K]`` of integers, the experts of each token, of which one outside of
-                ``range(num_experts)`` is none.
-            num_out_tokens: with a mask, how many rows all experts have together, tokens times
-                experts of each: tokens beyond are dropped. None counts them, for which a mask on a
-                GPU makes the CPU wait.
-            is_first_microbatch: as in ``GroupedLinear.forward``, of both weights.
+            routing_map: bools ``[T, num_experts]``, True where an expert gets the token; or
+                integers ``[T, K]``, the experts of each token, where a number outside
+                ``range(num_experts)`` stands for no expert.
+            num_out_tokens: with a mask, the number of rows of all experts together, one for each
+                token of each expert; further rows are dropped. None counts the rows, for which the
+                CPU waits if the mask is on a GPU.
+            is_first_microbatch: as in ``GroupedLinear.forward``, for both weights.
         """
-        if is_dtensor(self._parameters.get("fc1_weight")):  # not computed, by a parametrization
+        if is_dtensor(self._parameters.get("fc1_weight")):  # reading it would run parametrizations
             raise NotImplementedError(
                 "ExpertMLP must be given the rows of its experts where ranks share them; got a "
                 "call with tokens. Call moe_dispatch, run_rows and moe_combine."
@@ -292,7 +292,7 @@ class ExpertMLP(ExpertsBase, GemmModule):
         arguments.check_size("num_out_tokens", num_out_tokens, optional=True)
         arguments.check_input("inp", inp, (self.hidden_size,), "hidden_size")
         x = as_matrix(inp.dequantize() if isinstance(inp, Float8Tensor) else inp)
-        x = x.to(output_dtype(x))  # before it is copied to each expert
+        x = x.to(output_dtype(x))  # before the tokens are copied to each expert
         is_mask = not isinstance(routing_map, Tensor) or routing_map.dtype == torch.bool
         experts = None if is_mask else self.num_experts
         row_map, rows, offs = routed(routing_map, x.shape[0], experts, num_out_tokens)
@@ -308,19 +308,19 @@ class ExpertMLP(ExpertsBase, GemmModule):
         m_splits: Sequence[int] | Tensor,
         is_first_microbatch: bool | None = None,
     ) -> Tensor:
-        """Apply each expert to its rows: what is between ``moe_dispatch`` and ``moe_combine``.
+        """Apply each expert to its rows, between ``moe_dispatch`` and ``moe_combine``.
 
         Args:
-            rows: ``[M, hidden_size]``; those of an expert follow those of the expert before.
+            rows: ``[M, hidden_size]``, in the order of the experts.
             m_splits: as in ``GroupedLinear.forward``.
-            is_first_microbatch: as in ``GroupedLinear.forward``, of both weights.
+            is_first_microbatch: as in ``GroupedLinear.forward``, for both weights.
 
         Returns:
-            ``[M, hidden_size]``, with zeros in rows beyond those of the last expert.
+            ``[M, hidden_size]``, with zeros in rows after those of the last expert.
         """
         arguments.check_input("rows", rows, (self.hidden_size,), "hidden_size")
         x = as_matrix(rows.dequantize() if isinstance(rows, Float8Tensor) else rows)
-        layers = layers_here(self._layers())
+        layers = local_layers(self._layers())
         offs = offsets_of(m_splits, x, layers[0][0].shape[0], "num_experts")
         return like(self._run_experts(x, offs, layers, self.activation, is_first_microbatch), rows)
 
@@ -329,11 +329,11 @@ class ExpertMLP(ExpertsBase, GemmModule):
 
 
 _NAMES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
-"""Names of the linear layers of experts: gate, up and down."""
+"""Usual names of the linear layers of experts: gate, up and down."""
 
 
 def _layers_of(module: nn.Module, names: Sequence[str] | None) -> list[nn.Linear]:
-    """The linear layers of an expert, the down projection last."""
+    """Return the linear layers of an expert, the down projection last."""
     if names is None:
         names = next((n for n in _NAMES if all(hasattr(module, local) for local in n)), ())
     layers: list[Any] = [getattr(module, name, None) for name in names]
@@ -345,18 +345,18 @@ def _layers_of(module: nn.Module, names: Sequence[str] | None) -> list[nn.Linear
     return layers
 
 
-def _values_of(layers: Sequence[nn.Linear]) -> tuple[Layer, Layer]:
-    """Weights and biases of an expert, those of gate and up below each other."""
+def _weights_and_biases(layers: Sequence[nn.Linear]) -> tuple[Layer, Layer]:
+    """Return the weights and biases of an expert, with gate and up joined by rows."""
     *up, down = layers
     weight = torch.cat([plain(layer.weight) for layer in up])
     bias = None if down.bias is None else torch.cat([layer.bias for layer in up])
     return (weight, bias), (plain(down.weight), down.bias)
 
 
-def _check_that_they_compute(
+def _check_experts(
     experts: Sequence[nn.Module], values: Sequence[tuple[Layer, Layer]], activation: str
 ) -> None:
-    """Check on random tokens that experts compute what their weights and an activation say."""
+    """Check on random tokens that experts compute the MLP of their weights and an activation."""
     weight = values[0][1][0]
     if weight.is_meta:
         return
@@ -364,11 +364,11 @@ def _check_that_they_compute(
     x = torch.randn(4, weight.shape[0], generator=generator, device=weight.device).to(weight)
     for index, (expert, (fc1, fc2)) in enumerate(zip(experts, values, strict=True)):
         with torch.autocast(x.device.type, enabled=False), autocast(enabled=False):
-            want = functional.linear(activate(functional.linear(x, *fc1), activation), *fc2)
-            got = expert(x)
-        alike = isinstance(got, Tensor) and got.shape == want.shape
-        error = float((got - want).float().norm()) if alike else torch.inf
-        if not error <= torch.finfo(x.dtype).eps ** 0.5 * float(want.float().norm()):
+            expected = functional.linear(activate(functional.linear(x, *fc1), activation), *fc2)
+            y = expert(x)
+        fits = isinstance(y, Tensor) and y.shape == expected.shape
+        error = float((y - expected).float().norm()) if fits else torch.inf
+        if not error <= torch.finfo(x.dtype).eps ** 0.5 * float(expected.float().norm()):
             raise ValueError(
                 f"experts must compute the activation {activation!r} of their first layers, and "
                 f"their last layer of that; got other numbers from expert {index}. Pass names in "

@@ -1,7 +1,7 @@
-"""The parameters of all experts of a module: one stack, or one parameter for each in one memory.
+"""The parameters of all experts: one stack, or a parameter for each expert in a common memory.
 
-E experts, N out features, K in features. Parameters that follow each other in memory are one
-tensor, ``[E, N, K]``, to a grouped GEMM: finding that out costs a look at each one's address.
+E experts, N out features, K in features. If parameters are contiguous in memory, a grouped GEMM
+takes them as one tensor, ``[E, N, K]``. To find this out, it compares their addresses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def expert_names(kind: str, experts: int, *, single: bool) -> tuple[str, ...]:
-    """Names of the parameters of a kind, "weight" or "bias".
+    """Return the names of the parameters of a kind, "weight" or "bias".
 
     >>> expert_names("bias", 2, single=False)
     ('bias0', 'bias1')
@@ -33,12 +33,12 @@ def expert_names(kind: str, experts: int, *, single: bool) -> tuple[str, ...]:
 
 
 def is_memory_of_parameter(weight: Tensor) -> bool:
-    """Whether a weight is a parameter or a view of one: alive until backward, in any case."""
+    """Whether a weight is a parameter or a view of one, and so is alive until backward anyway."""
     return isinstance(weight, nn.Parameter) or isinstance(weight._base, nn.Parameter)
 
 
 class ExpertMemory:
-    """Finds the one tensor that parameters are, and remembers it. A copy remembers nothing."""
+    """Finds and remembers the tensor that parameters form in memory. A copy remembers nothing."""
 
     def __init__(self) -> None:
         self._stack: Tensor | None = None
@@ -48,22 +48,22 @@ class ExpertMemory:
         return ExpertMemory, ()
 
     def stack(self, parameters: Sequence[Tensor], *, keeps_cast: bool = False) -> Tensor | None:
-        """The tensor that the parameters are in memory; None if they lie elsewhere.
+        """Return the tensor that the parameters form in memory; None if they are not contiguous.
 
-        It is the same object as in the last call. A cast that the caller keeps is known by it: then
-        there is a new one when a parameter was written, too.
+        It is the same object as in the last call. A caller that keeps its cast identifies the cast
+        by this object, so with ``keeps_cast`` it is a new object after a parameter was written.
         """
         version = sum(map(version_of, parameters)) if keeps_cast else -1
         stack = None if keeps_cast and version != self._version else self._stack
         if stack is None or not _is_stack(stack, parameters):
-            with torch.inference_mode(False):  # training may use it next
+            with torch.inference_mode(False):  # the next to use it may be training
                 self._stack = stack = _as_stack(parameters)
             self._version = version
         return stack
 
 
 def _as_stack(parameters: Sequence[Tensor]) -> Tensor | None:
-    """Parameters of one shape that follow each other in memory, as one tensor; else None."""
+    """Return parameters of the same shape as one tensor if they are contiguous in memory."""
     parameter = parameters[0]
     if isinstance(parameter, Float8Tensor):
         spec = parameter.spec
@@ -78,7 +78,7 @@ def _as_stack(parameters: Sequence[Tensor]) -> Tensor | None:
     if not has_address or len({p.untyped_storage().data_ptr() for p in parameters}) > 1:
         return None
     shape = len(parameters), *parameter.shape
-    # Not a view of any of them, whose version counter would be its own.
+    # Autograd sees no view of a parameter, but the version counter is that of the first one.
     stack = parameter.detach().as_strided(shape, (parameter.numel(), *parameter.stride()))
     return stack if _is_stack(stack, parameters) else None
 
@@ -87,19 +87,19 @@ _BUFFERS = tuple(map(operator.attrgetter, ("qdata", "scale", "amax")))
 
 
 def _is_stack(stack: Tensor, parameters: Sequence[Tensor]) -> bool:
-    """Whether parameters are the matrices of ``stack``, in their order."""
+    """Whether the parameters are the matrices of ``stack``, in this order."""
     if isinstance(stack, Float8Tensor):
         return {*map(type, parameters)} == {Float8Tensor} and all(
             _is_stack(buffer(stack), [*map(buffer, parameters)]) for buffer in _BUFFERS[:2]
         )
     begin, step = stack.data_ptr(), stack.stride(0) * stack.element_size()
-    places = range(begin, begin + len(parameters) * step, step)
+    expected = range(begin, begin + len(parameters) * step, step)
     addresses = [*map(Tensor.data_ptr, parameters)]
-    return addresses == [*places] and all(map(Tensor.is_contiguous, parameters))
+    return addresses == [*expected] and all(map(Tensor.is_contiguous, parameters))
 
 
 def lay_together(parameters: Sequence[Tensor]) -> None:
-    """Have parameters of one shape follow each other in memory, where they can."""
+    """Move parameters of the same shape to a common memory, one after the other, if they allow."""
     parameter = parameters[0]
     data = parameter.qdata if isinstance(parameter, Float8Tensor) else parameter
     kinds = {(type(p), p.shape, p.dtype, p.device, getattr(p, "spec", None)) for p in parameters}
@@ -116,9 +116,9 @@ def lay_together(parameters: Sequence[Tensor]) -> None:
 def fit_state_dict(
     state: dict[str, object], prefix: str, kind: str, experts: int, *, single: bool
 ) -> None:
-    """Make the parameters of a state dict those that a module has: one, or one for each expert."""
+    """Convert a state dict to a module's parameters: a single one, or one for each expert."""
     name = f"{prefix}{kind}"
-    names = [f"{prefix}{of_expert}" for of_expert in expert_names(kind, experts, single=False)]
+    names = [f"{prefix}{local}" for local in expert_names(kind, experts, single=False)]
     if single:
         shapes = {getattr(state.get(key), "shape", None) for key in names}
         if name not in state and len(shapes) == 1 and None not in shapes:
