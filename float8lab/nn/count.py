@@ -1,4 +1,4 @@
-"""count_gemms: count the GEMMs that really ran, in FP8 and in high precision."""
+"""count_gemms: count the GEMMs that really ran in FP8 and in high precision."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class GemmCounts:
 
     Attributes:
         fp8_by_module: FP8 GEMMs by qualified module name.
-        high_precision_by_module: the others, emulated FP8 formats included.
-        unseen: converted layers whose forward does not run; their GEMMs are their parents'.
+        high_precision_by_module: all other GEMMs, also of FP8 formats that are emulated.
+        unseen: converted layers whose forward does not run; their parents run their GEMMs.
     """
 
     def __init__(self) -> None:
@@ -46,12 +46,12 @@ class GemmCounts:
 
     @property
     def fp8(self) -> int:
-        """All FP8 GEMMs."""
+        """The number of all FP8 GEMMs."""
         return sum(self.fp8_by_module.values())
 
     @property
     def high_precision(self) -> int:
-        """All other GEMMs."""
+        """The number of all other GEMMs."""
         return sum(self.high_precision_by_module.values())
 
     def __repr__(self) -> str:
@@ -69,11 +69,11 @@ class GemmCounts:
 class count_gemms:
     """Count the GEMMs that run inside the ``with`` block, forward and backward.
 
-    The GEMMs that reach torch's dispatcher count, whoever calls them: linear layers, matmul,
-    grouped GEMMs, attention written with matmul; not the GEMMs inside a fused attention
-    kernel, nor those of a compiled graph. A grouped GEMM counts as one. An FP8 format
-    that this device multiplies in high precision counts as high precision. Module names are
-    qualified from the module that was called first.
+    Every GEMM that reaches torch's dispatcher counts: linear layers, matmul, grouped GEMMs,
+    attention written with matmul. GEMMs inside a fused attention kernel or a compiled graph do not
+    count. A grouped GEMM counts as a single GEMM. An FP8 format that this device multiplies in high
+    precision counts as high precision. Module names are qualified from the module that was called
+    first.
 
     >>> layer = float8lab.Linear(32, 32, device="cpu")
     >>> with float8lab.count_gemms() as counts, float8lab.autocast():
@@ -102,15 +102,15 @@ class count_gemms:
 class _ModuleNames:
     """Knows which module an op belongs to, in forward and in backward.
 
-    In forward, global module hooks keep a stack. In backward, every autograd node carries the
-    sequence number it was created with; the module that was running then is looked up.
+    In forward, global module hooks keep a stack of modules. In backward, an autograd node has the
+    sequence number of its creation, by which the module that ran at that time is looked up.
     """
 
     def __init__(self) -> None:
         self._stack: list[tuple[nn.Module, str]] = []
         self._by_sequence: dict[int, str] = {}
         self._handles: list[RemovableHandle] = []
-        self.called: dict[nn.Module, None] = {}  # by no other module
+        self.called: dict[nn.Module, None] = {}  # modules that no other module has called
 
     def start(self) -> None:
         hooks = nn.modules.module
@@ -139,7 +139,7 @@ class _ModuleNames:
             self._stack.pop()
 
     def current(self) -> str:
-        """Name of the module that the op running now belongs to."""
+        """Return the name of the module that the running op belongs to."""
         node = torch._C._current_autograd_node()
         if node is not None and not self._stack:
             return self._by_sequence.get(node._sequence_nr(), "")
@@ -160,7 +160,7 @@ class _CountingMode(TorchDispatchMode):
         self, op: OpOverload, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         if types and all(t is Float8Tensor for t in types):
-            with self:  # the GEMMs that its handler runs count
+            with self:  # so that the GEMMs that the handler runs count
                 return Float8Tensor.__torch_dispatch__(op, types, args, kwargs)
         if op in GEMM_OPS:
             in_fp8 = self._counts.fp8_by_module

@@ -21,12 +21,12 @@ def accumulate(
 ) -> Tensor | None:
     """Add (or, in a first microbatch, write) the gradient into ``weight.main_grad``.
 
-    Of experts it is a tuple of one weight for all, or of each one's, of which those that are not
-    ``has_gradient`` stay as they are.
+    For experts, ``weight`` is a tuple of a single weight of all experts, or of each expert's
+    weight, of which those whose ``has_gradient`` is False stay unchanged.
 
-    Returns the gradient for autograd. It is None; but a tensor of any values, or of zeros with
-    ``weight.zero_out_wgrad``, where the weight has the mark ``grad_added_to_main_grad``: hooks of
-    Megatron's data parallelism, which set that to False and throw the gradient away, want one.
+    The result is the gradient for autograd, usually None. A weight with ``grad_added_to_main_grad``
+    gets a tensor of arbitrary values, or of zeros with ``weight.zero_out_wgrad``: the hooks of
+    Megatron's data parallelism set that attribute to False, and expect a tensor to throw away.
     """
     weights, grads = (weight,), [dw]
     if isinstance(weight, tuple):
@@ -34,28 +34,28 @@ def accumulate(
     if not all(has_gradient):
         grads = [*itertools.compress(grads, has_gradient)]
         weights = tuple(itertools.compress(weights, has_gradient))
-    into = [w.main_grad.view_as(grad) for w, grad in zip(weights, grads, strict=True)]
+    main_grads = [w.main_grad.view_as(grad) for w, grad in zip(weights, grads, strict=True)]
     if overwrite:
-        torch._foreach_copy_(into, grads)
+        torch._foreach_copy_(main_grads, grads)
     else:
-        torch._foreach_add_(into, grads)
+        torch._foreach_add_(main_grads, grads)
     marked = [w for w in weights if hasattr(w, "grad_added_to_main_grad")]
     if not marked:
         return None
     for w in marked:
-        if not w.grad_added_to_main_grad:  # which no graph of torch.compile can set
+        if not w.grad_added_to_main_grad:  # a graph of torch.compile could not set it
             w.grad_added_to_main_grad = True
     make = torch.zeros if any(getattr(w, "zero_out_wgrad", False) for w in marked) else torch.empty
     return make(dw.shape, dtype=marked[0].dtype, device=dw.device)
 
 
 def fused_weight(module: nn.Module, weight: Tensor) -> Tensor | None:
-    """The weight, if the module's argument and its ``main_grad`` ask for gradients there."""
-    main: object = getattr(weight, "main_grad", None) if module.fuse_wgrad_accumulation else None
-    if main is None:
+    """Return the weight if its gradient goes into ``main_grad``, else None."""
+    grad: object = getattr(weight, "main_grad", None) if module.fuse_wgrad_accumulation else None
+    if grad is None:
         return None
-    if not (isinstance(main, Tensor) and main.is_floating_point()):
-        got = f"a tensor of {main.dtype}" if isinstance(main, Tensor) else type(main).__name__
+    if not (isinstance(grad, Tensor) and grad.is_floating_point()):
+        got = f"a tensor of {grad.dtype}" if isinstance(grad, Tensor) else type(grad).__name__
         raise TypeError(
             "main_grad of the weight must be a floating-point tensor of its shape, to which "
             f"fuse_wgrad_accumulation adds the gradient; got {got}. Set None to have the gradient "
@@ -67,9 +67,9 @@ def fused_weight(module: nn.Module, weight: Tensor) -> Tensor | None:
 def plain_weight(
     module: nn.Module, weight: Tensor, first_microbatch: bool | None, *, as_main: bool = False
 ) -> Tensor:
-    """``plain(weight)``, whose gradient goes into ``main_grad`` if the module asks for that.
+    """Return ``plain(weight)``, whose gradient goes into ``main_grad`` if the module asks for it.
 
-    ``as_main``: in the dtype of that, in which a GEMM then gives the gradient.
+    With ``as_main`` it has the dtype of ``main_grad``, in which a GEMM then gives the gradient.
     """
     fused: Any = fused_weight(module, weight)
     if fused is None or not (fused.requires_grad and torch.is_grad_enabled()):

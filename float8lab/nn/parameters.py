@@ -1,6 +1,6 @@
 """The parameters of a module: their device, their initial values, the names of a split weight.
 
-Those that are stored in FP8 follow their module, too, as the same objects.
+Parameters that are stored in FP8 stay the same objects when their module moves.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = [
 ]  # fmt: skip
 
 InitMethod: TypeAlias = Callable[[Tensor], object]
-"""Initialises a tensor in place; what it returns is ignored."""
+"""Initialises a tensor in place; its return value is ignored."""
 
 
 class _RngStateTracker(Protocol):
-    """A ``CudaRNGStatesTracker``, of this library, Megatron or Transformer Engine."""
+    """A ``CudaRNGStatesTracker`` of this library, Megatron or Transformer Engine."""
 
     def fork(self, *names: str) -> AbstractContextManager[None]: ...
     def get_states(self) -> dict[str, Tensor]: ...
@@ -45,7 +45,7 @@ GetRngStateTracker: TypeAlias = Callable[[], _RngStateTracker]
 
 
 def default_device() -> torch.device:
-    """Where modules put their parameters: the default device if the user set one, else CUDA."""
+    """Return the device for new parameters: the default device if the user set one, else CUDA."""
     chosen, torch_device = torch.get_default_device(), torch.utils._device
     modes = torch.overrides._get_current_function_mode_stack()
     was_set = torch_device.CURRENT_DEVICE is not None or any(
@@ -57,7 +57,7 @@ def default_device() -> torch.device:
 
 
 def materialize(module: nn.Module) -> None:
-    """Give those parameters of a module that are on the meta device memory on the default one."""
+    """Give a module's parameters on the meta device memory on the default device."""
     if any(p is not None and p.is_meta for p in module._parameters.values()):
         device = default_device()
         module._apply(
@@ -66,7 +66,7 @@ def materialize(module: nn.Module) -> None:
 
 
 def reset_children(module: nn.Module) -> None:
-    """Call ``reset_parameters`` of the modules that one consists of."""
+    """Call ``reset_parameters`` of a module's children."""
     for child in module.children():
         reset = getattr(child, "reset_parameters", None)
         if callable(reset):
@@ -82,7 +82,7 @@ def draw_from_tracker(
     init_method: InitMethod | None, get_rng_state_tracker: GetRngStateTracker | None,
     rng_tracker_name: str | None,
 ) -> InitMethod | None:  # fmt: skip
-    """The init method, or one that draws from a stream of the tracker if there is one."""
+    """Return the init method, which draws from a stream of the tracker if a tracker is given."""
     check_callables(("weight",), init_method=init_method)
     check_callables((), get_rng_state_tracker=get_rng_state_tracker)
     check_instance("rng_tracker_name", rng_tracker_name, str, "a name", optional=True)
@@ -103,11 +103,11 @@ def initialise(
     weights: Sequence[Tensor], init_method: InitMethod | None, *, keep: bool,
     shard: ParameterShard | None,
 ) -> None:  # fmt: skip
-    """Initialise the weight that parameters form below each other, by one call of the init method.
+    """Initialise the weight whose rows the parameters form, by one call of the init method.
 
-    Parameters of experts, ``[E, N, K]``, take one call for each expert. With ``keep``, parameters
-    that are stored in FP8 keep these initial values in high precision. Shards are those of the
-    unsharded weight that one rank alone would initialise.
+    Parameters of experts, ``[E, N, K]``, take a call for each expert. With ``keep``, parameters
+    that are stored in FP8 keep these initial values in high precision. A shard gets the values that
+    it would have in the unsharded weight, which every rank initialises.
     """
     init, weight = init_method or normal_init, weights[0]
     with torch.no_grad():
@@ -130,7 +130,7 @@ def initialise(
 def sizes_of_split(
     split: Sequence[str] | Mapping[str, int] | None, out_features: int
 ) -> dict[str, int] | None:
-    """``parameters_split`` as a mapping from names to sizes."""
+    """Return ``parameters_split`` as a mapping from names to sizes."""
     if split is None:
         return None
     is_split = isinstance(split, (Mapping, Sequence)) and not isinstance(split, (str, bytes))
@@ -167,9 +167,9 @@ def sizes_of_split(
 
 
 def stored_for(weight: Tensor, recipe: Recipe, sharing: SharedScales | None = None) -> Float8Tensor:
-    """Quantize a weight, or each of a batch, as the forward of a recipe takes it; no gradient.
+    """Quantize a weight, or a batch of weights, for the forward of a recipe, without gradients.
 
-    ``sharing`` says how ranks share it, if they do.
+    ``sharing`` says how ranks share the weight, if they do.
     """
     spec, epsilon = recipe.linear.w, recipe.linear.amax_epsilon
     block = (1,) * (weight.ndim - 2) + spec.block
@@ -187,10 +187,10 @@ def stored_for(weight: Tensor, recipe: Recipe, sharing: SharedScales | None = No
 def store_in_fp8(
     module: nn.Module, names: Sequence[str], sharing: SharedScales | None = None
 ) -> bool:
-    """Replace parameters by FP8-stored ones if a ``fp8_model_init`` block is active.
+    """Replace parameters by parameters in FP8 if a ``fp8_model_init`` block is active.
 
-    ``sharing`` says how ranks share them, if they do. Returns whether they are to keep their
-    initial values in high precision.
+    ``sharing`` says how ranks share the parameters, if they do. The result says whether parameters
+    must keep their initial values in high precision.
     """
     if (init := STATE.init) is None:
         return False
@@ -199,7 +199,7 @@ def store_in_fp8(
         if sharing is not None:
             sharing.check(name, value.shape, init.recipe.linear.w)
         parameter = nn.Parameter(stored_for(value, init.recipe, sharing))
-        parameter._shared_scales = sharing  # type: ignore[attr-defined]  # of a Float8Tensor
+        parameter._shared_scales = sharing  # type: ignore[attr-defined]  # it is a Float8Tensor
         if init.preserve_high_precision_init_val:
             _keep_initial_value(parameter, value)
         setattr(module, name, parameter)
@@ -207,7 +207,7 @@ def store_in_fp8(
 
 
 def _keep_initial_value(parameter: Tensor, value: Tensor) -> None:
-    """Keep ``value`` for ``get_high_precision_init_val``; nothing yet on the meta device."""
+    """Keep ``value`` for ``get_high_precision_init_val``; on the meta device there is none yet."""
     if isinstance(parameter, Float8Tensor):
         parameter._high_precision_init_val = None if value.is_meta else value.detach().cpu()
 
@@ -215,9 +215,9 @@ def _keep_initial_value(parameter: Tensor, value: Tensor) -> None:
 class MovedInPlace(nn.Module):
     """A module whose FP8 parameters stay the same objects when it moves.
 
-    They keep their attributes and hooks, and references to them, as ordinary parameters do; torch
-    would swap a new tensor in. Parameters that go to the meta device, or come from there, are left
-    to torch.
+    The parameters keep their attributes and hooks, and references to them stay valid, as with
+    ordinary parameters; torch would put a new tensor in their place. Torch handles parameters that
+    move to or from the meta device.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -231,7 +231,7 @@ class MovedInPlace(nn.Module):
                     value = fn(parameter)
                     if not torch._has_compatible_shallow_copy_type(parameter, value):
                         continue
-                    parameters[name] = None  # torch skips it
+                    parameters[name] = None  # so that torch skips the parameter
                     moved[name] = parameter
                     if value is not parameter:
                         parameter.data = value

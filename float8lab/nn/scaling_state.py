@@ -23,12 +23,12 @@ _NAMES = ("history", "amax", "scale", "encode", "steps")
 class ScalingState:
     """The delayed-scaling state of a model, ``Stateful`` and separate from its ``state_dict``.
 
-    A model's own ``state_dict`` has the plain model's keys and nothing else, so a checkpoint
-    without this state loads strictly; the scales then start from the tensors' own amaxes. With it,
-    training resumes bit for bit, also where the model is compiled in one run and not in the other.
+    A model's own ``state_dict`` has only the keys of the plain model, so a checkpoint without this
+    state loads strictly; the scales then start from the tensors' own amaxes. With this state,
+    training resumes bit for bit, even if the model is compiled in only one of the two runs.
 
-    ``state_dict`` is a collective where amaxes are reduced over ranks: gradients' amaxes wait for
-    the next step's reduction, and the ranks exchange them here.
+    ``state_dict`` is a collective where amaxes are reduced over ranks: the amaxes of gradients wait
+    for the next step's reduction, so ranks exchange them in ``state_dict``.
 
     Args:
         recipe: the recipe under which an ``autocast`` runs the modules; needed to load their state
@@ -55,7 +55,7 @@ class ScalingState:
         self.amax_reduction_group = amax_reduction_group
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All slots' tensors, by module name and recipe."""
+        """Return the tensors of all slots, by module name and recipe."""
         slots_by_key = list(self._slots())
         for group in dict.fromkeys(slots.pack.group for _, slots in slots_by_key):
             if (ranks := reducing_group(group)) is not None:
@@ -71,15 +71,15 @@ class ScalingState:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Take over a state, in place.
+        """Load a state in place.
 
         Args:
-            state: from ``state_dict`` of the same model, trained under the same recipes.
-            strict: False takes over what fits, and warns about the rest.
+            state: the result of ``state_dict`` of the same model, trained under the same recipes.
+            strict: False loads the entries that fit, and warns about all others.
 
         Raises:
-            TypeError: ``state`` is no mapping.
-            ValueError: ``state`` is not that of the model's modules and recipes; nothing is loaded.
+            TypeError: ``state`` is not a mapping.
+            ValueError: ``state`` does not fit the model's modules and recipes; nothing is loaded.
         """
         check_flags(strict=strict)
         if not isinstance(state, Mapping):
@@ -87,23 +87,23 @@ class ScalingState:
                 f"state must be a mapping of names to tensors; got {type(state).__name__}. Pass "
                 "what state_dict() returned."
             )
-        state = {without_wrappers(str(key)): value for key, value in state.items()}  # older ones
+        state = {without_wrappers(str(k)): v for k, v in state.items()}  # older ones have wrappers
         missing, different = [], []
         expected: set[str] = set()
         values = {}
         for key, slots in list(self._slots()):
             expected.update(f"{key}/{name}" for name in (*_NAMES, "seeded"))
-            has_encode = f"{key}/encode" in state  # else it is 1 over the scale
+            has_encode = f"{key}/encode" in state  # otherwise it is computed as 1 / scale
             names = [name for name in (*_NAMES, "seeded") if has_encode or name != "encode"]
             shapes = {name: slots.tensors()[name].shape for name in names}
-            given = {name: state.get(f"{key}/{name}") for name in names}
-            theirs = {n: slots.fitted(x) for n, x in given.items() if isinstance(x, Tensor)}
-            if any(value is None for value in given.values()):
+            loaded = {name: state.get(f"{key}/{name}") for name in names}
+            fitted = {n: slots.fitted(x) for n, x in loaded.items() if isinstance(x, Tensor)}
+            if any(value is None for value in loaded.values()):
                 missing.append(key)
-            elif {name: x.shape for name, x in theirs.items()} != shapes:
+            elif {name: x.shape for name, x in fitted.items()} != shapes:
                 different.append(key)
             else:
-                values[slots] = theirs
+                values[slots] = fitted
         extra = [k.rpartition("/")[0] or k for k in state if k not in expected]
         self._report(missing, list(dict.fromkeys(extra)), different, strict)
         for slots, value in values.items():
@@ -112,7 +112,7 @@ class ScalingState:
     def _report(
         self, missing: Sequence[str], extra: Sequence[str], different: Sequence[str], strict: bool
     ) -> None:
-        """Raise, or warn unless ``strict``, where a state is that of another model or recipe."""
+        """Raise if ``strict``, else warn, where a state belongs to another model or recipe."""
         if missing or extra or different:
             problem = (
                 "state must be that of this model's modules and recipes; got one where "
@@ -126,10 +126,10 @@ class ScalingState:
             warnings.warn(problem, UserWarning, stacklevel=3)
 
     def _slots(self) -> Iterator[tuple[str, DelayedSlots]]:
-        home = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        model_device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         for path, module, precision in named_precisions(self.model):
-            device = next((p.device for p in module.parameters()), home)
-            # An autocast's recipe goes before a module's own, unless overrides set that.
+            device = next((p.device for p in module.parameters()), model_device)
+            # An autocast's recipe wins over a module's own, unless overrides set the module's.
             for recipe in (precision.recipe, None if precision.pinned else self.recipe):
                 precision.prepare(device, recipe, self.amax_reduction_group)
             for (recipe, _), slots in precision.slots.items():
@@ -137,7 +137,7 @@ class ScalingState:
 
 
 def _counted(keys: Sequence[object]) -> str:
-    """The number of keys, and the first ones."""
+    """Return the number of keys and the first two keys."""
     if not keys:
         return "0"
     more = ", ..." if len(keys) > 2 else ""
