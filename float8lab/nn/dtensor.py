@@ -1,16 +1,16 @@
-"""Linear layers whose parameters are DTensors: ranks share the GEMMs as the placements say.
+"""Linear layers whose parameters are DTensors: placements say how ranks share the GEMMs.
 
-``torch.distributed.tensor.parallel.parallelize_module`` makes parameters DTensors, and has inputs
-come and outputs leave as such. The placement of the weight says which part of the GEMMs a rank has:
-``Shard(0)`` is column parallel, ``Shard(1)`` row parallel, ``Replicate`` neither. The input of a
-column parallel layer is replicated, or a shard of a dimension other than the last, which is then
-gathered in FP8. The GEMMs run on local tensors, by ``distributed/comm.py``.
+``torch.distributed.tensor.parallel.parallelize_module`` turns parameters, inputs and outputs into
+DTensors. The placement of the weight says which part of the GEMMs a rank computes: ``Shard(0)`` is
+column parallel, ``Shard(1)`` is row parallel, and with ``Replicate`` nothing is sharded. The input
+of a column parallel layer is replicated, or a shard of a dimension other than the last, which is
+then gathered in FP8. The GEMMs run on local tensors, by ``distributed/comm.py``.
 
-Sums over ranks are left to whoever needs them, as DTensor does: the gradient of a column parallel
-layer's input is ``Partial``, so that those of q, k and v are summed once, and so is the output of a
-row parallel layer, unless the layer was told to give shards (``output_layout``). Dimensions of the
-mesh over which the weight is replicated and the input is not are data parallel. Shards of features,
-as of tokens, are those of ``torch.chunk``: the last ranks may have fewer, or none.
+Sums over ranks are left to later ops, as in DTensor. The gradient of a column parallel layer's
+input is ``Partial``, so that the gradients of q, k and v are summed once. So is the output of a row
+parallel layer, unless the layer must return shards (``output_layout``). Dimensions of the mesh over
+which only the weight is replicated are data parallel. Features and tokens are sharded like
+``torch.chunk``: the last ranks may have fewer of them, or none.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class WeightPlacement:
     """How the ranks of a device mesh share the weight of a linear layer.
 
     Attributes:
-        ndim: how many dimensions the mesh has.
-        axis: the one that has the weight's shards; -1 if none has.
-        parallel: of calls whose tokens are replicated over the axis; with the shards of the
-            weight's rows or columns. None where every rank has the unsharded weight.
-        parallel_of_token_shards: of calls whose tokens are shards over the axis.
+        ndim: the number of dimensions of the mesh.
+        axis: the dimension of the mesh over which the weight is sharded; -1 if there is none.
+        parallel: how ranks share calls whose tokens are replicated over the axis, with the shards
+            of the weight's rows or columns. None where every rank has the unsharded weight.
+        parallel_of_token_shards: how ranks share calls whose tokens are sharded over the axis.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class WeightPlacement:
         """Read the placements of a weight of an unsharded ``shape``."""
         axes = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
         self.ndim = len(placements)
-        self.axis = axes[0] if axes else -1  # no dimension of any mesh
-        self._dim = 0  # the dimension of the weight that ranks share
+        self.axis = axes[0] if axes else -1  # -1 equals no index of a mesh dimension
+        self._dim = 0  # the sharded dimension of the weight
         self.parallel: TensorParallel | None = None
         self.parallel_of_token_shards: TensorParallel | None = None
         if not axes:
@@ -87,12 +87,12 @@ class WeightPlacement:
         return self  # a mesh has no copies
 
     def share_scales(self, weight: DTensor, old: Tensor | None) -> None:
-        """Have a weight that is stored in FP8 know who has the other parts of its blocks.
+        """Tell a weight that is stored in FP8 which ranks have the other shards of its blocks.
 
-        The same goes for its shard of the initial values that the ``old`` weight keeps, if any.
+        Also give the weight its shard of the initial values that the ``old`` weight keeps, if any.
 
         Raises:
-            ValueError: a block that has a size crosses shards.
+            ValueError: a block of fixed size crosses shards.
         """
         local = local_of(weight)
         if self.parallel is None or not isinstance(local, Float8Tensor):
@@ -105,7 +105,7 @@ class WeightPlacement:
             local._high_precision_init_val = shard.clone()
 
     def shares_blocks(self, spec: Float8Spec) -> tuple[bool, ProcessGroup | None]:
-        """Whether FSDP2 can gather the shard in FP8, and the group that shares unsized blocks."""
+        """Return whether FSDP2 can gather the shard in FP8, and which group shares blocks of -1."""
         block = spec.block[self._dim]
         if self.parallel is not None and spec.tensor_scale:
             return False, None
@@ -116,19 +116,19 @@ class WeightPlacement:
         return not self.parallel.features[0].block_crosses_shards(block), None
 
     def unshard(self, scales: Tensor, spec: Float8Spec) -> Tensor:
-        """The scales of the unsharded weight's blocks, from those of each rank's shard."""
+        """Return the scales of the unsharded weight's blocks, from the scales of each rank."""
         blocks = self._blocks(spec)
         if blocks is None or self.parallel is None:
             return scales
         return self.parallel.gather(scales, blocks, self._dim)
 
     def shard(self, scales: Tensor, spec: Float8Spec) -> Tensor:
-        """The scales of this rank's shard, from those of the unsharded weight's blocks."""
+        """Return the scales of this rank's shard, from the scales of the unsharded weight."""
         blocks = self._blocks(spec)
         return scales if blocks is None else blocks.shard(scales, self._dim)
 
     def _blocks(self, spec: Float8Spec) -> ShardMap | None:
-        """The shards of the weight's blocks; None if all ranks have all."""
+        """Return the shard map of the weight's blocks; None if all ranks have all blocks."""
         block = spec.block[self._dim]
         if self.parallel is None or block == -1:
             return None
@@ -138,10 +138,10 @@ class WeightPlacement:
         self, layer: Linear, x: Tensor, weight: DTensor, bias: DTensor | None,
         first_microbatch: bool | None,
     ) -> DTensor:  # fmt: skip
-        """The forward of a ``Linear`` without ``return_bias``, whose arguments these are.
+        """Run the forward of a ``Linear`` without ``return_bias`` on its arguments.
 
         Raises:
-            ValueError: the input is no DTensor.
+            ValueError: the input is not a DTensor.
         """
         if not isinstance(x, DTensor):
             raise ValueError(
@@ -150,7 +150,7 @@ class WeightPlacement:
             )
         recipe = layer._fp8.active_recipe()
         plan = None if recipe is None else recipe.linear
-        placed = _place(self, x, weight, plan, layer.output_layout)
+        placed = _decide_placements(self, x, weight, plan, layer.output_layout)
         if tuple(x.placements) != placed.x:
             x = x.redistribute(placements=placed.x)
         options = CallOptions(
@@ -172,19 +172,19 @@ class WeightPlacement:
     ) -> DTensor:
         axis, last = self.axis, x.ndim - 1
         if x.placements[axis].is_shard() and x.placements[axis] != Shard(last):
-            # Older DTensors cannot flatten tokens that are shards along an inner dimension.
+            # Older versions of DTensor cannot flatten tokens with a sharded inner dimension.
             gathered = (*x.placements[:axis], Replicate(), *x.placements[axis + 1 :])
             x = x.redistribute(placements=gathered)
         stored = weight.to_local()
         local = plain(stored)
         layer._fp8.calibrate(x.to_local(), local)
         if local is not stored:
-            weight = _made(local, weight.device_mesh, weight.placements, weight.shape)
+            weight = _as_dtensor(local, weight.device_mesh, weight.placements, weight.shape)
         return nn.functional.linear(x, weight, bias)  # type: ignore[return-value]
 
 
 class _Placements(NamedTuple):
-    """The placements of one call's tensors, local shapes, and its tokens if they are shards."""
+    """The placements of a call's tensors, their local shapes, and the tokens if sharded."""
 
     x: tuple[Placement, ...]
     y: tuple[Placement, ...]
@@ -192,23 +192,23 @@ class _Placements(NamedTuple):
     dw: tuple[Placement, ...]
     db: tuple[Placement, ...]
     tokens: ShardMap | None
-    shape_of_y: tuple[int, ...]
-    shape_of_dx: tuple[int, ...]
+    y_shape: tuple[int, ...]
+    dx_shape: tuple[int, ...]
 
 
-def _place(
+def _decide_placements(
     placement: WeightPlacement, x: DTensor, weight: DTensor, plan: LinearPlan | None,
     output: Placement | None,
 ) -> _Placements:  # fmt: skip
-    """How a call runs. ``output``: the placement that a row parallel layer gives, or None."""
+    """Decide placements. ``output`` is the placement that a row parallel layer returns, or None."""
     last, axis, parallel = x.ndim - 1, placement.axis, placement.parallel
     mode = None if parallel is None else parallel.mode
     N, K = weight.to_local().shape
-    # Outside the axis each rank has tokens of its own, or the same.
+    # Over other dimensions than the axis, ranks have either their own tokens or the same tokens.
     base: list[Placement] = [
         p if p.is_shard() and not p.is_shard(last) else Replicate() for p in x.placements
     ]
-    data = [Partial() if p.is_shard() else Replicate() for p in base]  # of sums over tokens
+    data = [Partial() if p.is_shard() else Replicate() for p in base]  # for sums over tokens
     shared = base[axis] if mode == "column" else output if mode == "row" else None
     unsharded = _local_shape(x, base, axis)
     y_shape, tokens = [*unsharded], None
@@ -229,16 +229,16 @@ def _place(
     return _Placements(
         x=placed(x_on_axis), y=placed(y_on_axis), dx=placed(dx_on_axis),
         dw=placed(dw_on_axis, data), db=placed(db_on_axis, data), tokens=tokens,
-        shape_of_y=(*y_shape[:-1], N), shape_of_dx=(*unsharded[:-1], K),
+        y_shape=(*y_shape[:-1], N), dx_shape=(*unsharded[:-1], K),
     )  # fmt: skip
 
 
 def _placements_on_axis(
     mode: str | None, features: Placement, tokens: Placement | None
 ) -> list[Placement]:
-    """The placements of x, y, dx, dw and db on the axis that the weight is sharded on.
+    """Return the placements of x, y, dx, dw and db on the axis over which the weight is sharded.
 
-    ``tokens``: the placement of x, or of a row parallel layer's y, that is a shard of the tokens.
+    ``tokens`` is the placement of x, or of a row parallel layer's y, if it is a shard of tokens.
     """
     replicated = Replicate()
     if mode == "column":
@@ -251,7 +251,7 @@ def _placements_on_axis(
 
 
 def _local_shape(x: DTensor, placements: Sequence[Placement], axis: int) -> list[int]:
-    """The shape of ``x`` on a rank that has all of it along one dimension of the mesh."""
+    """Return the shape of ``x`` on a rank that has all of ``x`` along the mesh's ``axis``."""
     shape = list(x.shape)
     for i, placement in enumerate(placements):
         if i != axis and placement.is_shard():
@@ -264,8 +264,7 @@ def _local_shape(x: DTensor, placements: Sequence[Placement], axis: int) -> list
 def _tokens(
     shape: Sequence[int], dim: int, parallel: TensorParallel, plan: LinearPlan | None
 ) -> ShardMap | None:
-    """The shards of tokens along a dimension."""
-    # None: blocks of tokens cross them, and DTensor gathers the tokens in high precision.
+    """Return the shard map of tokens; None if blocks cross shards, and DTensor must gather x."""
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 : -1])
     tokens = ShardMap.of(shape[dim], parallel.size, parallel.rank, inner=inner, outer=outer)
     crosses = plan is not None and any(map(tokens.block_crosses_shards, plan.token_blocks))
@@ -273,7 +272,7 @@ def _tokens(
 
 
 class _Linear(Float8Function):
-    """``LinearFunction`` of DTensors."""
+    """``LinearFunction`` for DTensors."""
 
     @staticmethod
     def forward(
@@ -288,16 +287,16 @@ class _Linear(Float8Function):
         ctx.save_for_backward(*saved)
         ctx.call, ctx.placed, ctx.mesh = call, placed, x.device_mesh
         ctx.unsharded = x.shape, weight.shape, None if bias is None else bias.shape
-        ctx.shape = math.prod(placed.shape_of_dx[:-1]), *w.shape
+        ctx.shape = math.prod(placed.dx_shape[:-1]), *w.shape
         ctx.dtypes = x.dtype, w.dtype, None if b is None else b.dtype
-        y = y.view(placed.shape_of_y)
-        return _made(y, ctx.mesh, placed.y, (*x.shape[:-1], weight.shape[0]))
+        y = y.view(placed.y_shape)
+        return _as_dtensor(y, ctx.mesh, placed.y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: DTensor) -> tuple[DTensor | None, ...]:
         call, placed, needs = ctx.call, ctx.placed, wanted_gradients(ctx)[:3]
-        # A partial output was summed, so each rank wants all of the gradient.
+        # A partial output was summed, so each rank needs the full gradient.
         complete = tuple(Replicate() if p.is_partial() else p for p in placed.y)
         if tuple(dy.placements) != complete:
             dy = dy.redistribute(placements=complete)
@@ -305,19 +304,19 @@ class _Linear(Float8Function):
             as_matrix(dy.to_local()), None, Saved._make(ctx.saved_tensors), call,
             needs=needs, shape=ctx.shape, dtypes=ctx.dtypes,
         )  # fmt: skip
-        dx = None if dx is None else dx.reshape(placed.shape_of_dx)
+        dx = None if dx is None else dx.reshape(placed.dx_shape)
         return *(
-            None if local is None else _made(local, ctx.mesh, placements, shape)
+            None if local is None else _as_dtensor(local, ctx.mesh, placements, shape)
             for local, placements, shape in zip(
                 (dx, dw, db), (placed.dx, placed.dw, placed.db), ctx.unsharded, strict=True
             )
         ), None, None  # fmt: skip
 
 
-def _made(
+def _as_dtensor(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
-    """A contiguous DTensor of a shape."""
+    """Make a contiguous DTensor of a shape from a local tensor."""
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)

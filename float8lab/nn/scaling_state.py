@@ -87,7 +87,7 @@ class ScalingState:
                 f"state must be a mapping of names to tensors; got {type(state).__name__}. Pass "
                 "what state_dict() returned."
             )
-        state = {without_wrappers(str(k)): v for k, v in state.items()}  # older ones have wrappers
+        state = {without_wrappers(str(k)): v for k, v in state.items()}  # older keys name wrappers
         missing, different = [], []
         expected: set[str] = set()
         values = {}
