@@ -31,51 +31,51 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; FP8 inside ``autocast``.
 
     Shape: input and output ``[S, B, hidden_size]`` (sbhd), ``[B, S, hidden_size]`` (bshd) or
-    ``[T, hidden_size]`` (thd). With ``sequence_parallel`` they, and ``encoder_output``, are a
-    rank's part of the first dimension.
+    ``[T, hidden_size]`` (thd). With ``sequence_parallel`` they and ``encoder_output`` hold a
+    rank's shard of the first dimension.
 
     Submodules: ``self_attention``, ``inter_attention`` in a decoder (``MultiheadAttention``),
     ``layernorm_mlp`` (``LayerNormMLP``), ``layernorm`` with ``output_layernorm``. TransformerEngine
-    names them and their parameters the same; its checkpoints load, without their FP8 state.
+    uses the same names for modules and parameters; its checkpoints load, without their FP8 state.
 
     Args:
         hidden_size: size of each token.
         ffn_hidden_size: features between the two layers of the MLP.
-        layernorm_epsilon: of all norms.
-        hidden_dropout: of the output of each block, before it is added to the residual. It uses
-            the default generator, which must draw the same on all tensor-parallel ranks; with
-            ``sequence_parallel``, where each has tokens of its own, run the layers under a stream
-            of each rank's own (``CudaRNGStatesTracker.fork``).
-        init_method: of the query, key, value and fc1 weights; None is normal, standard deviation
-            0.023.
-        output_layer_init_method: of the ``proj`` and fc2 weights.
-        self_attn_mask_type: of the self attention; as in ``DotProductAttention``.
-        window_size: of the self attention.
-        enc_dec_attn_mask_type: of the cross attention.
-        enc_dec_window_size: of the cross attention.
+        layernorm_epsilon: the epsilon of all norms.
+        hidden_dropout: dropout rate of each block's output, before the residual is added. It uses
+            the default generator, which must draw the same on all tensor-parallel ranks. With
+            ``sequence_parallel``, where each rank has its own tokens, run the layers under a stream
+            that differs between ranks (``CudaRNGStatesTracker.fork``).
+        init_method: init method of the query, key, value and fc1 weights; None is normal, standard
+            deviation 0.023.
+        output_layer_init_method: init method of the ``proj`` and fc2 weights.
+        self_attn_mask_type: mask type of the self attention; as in ``DotProductAttention``.
+        window_size: window of the self attention.
+        enc_dec_attn_mask_type: mask type of the cross attention.
+        enc_dec_window_size: window of the cross attention.
         fuse_wgrad_accumulation: as in ``Linear``; needs ``fuse_qkv_params``.
-        sequence_parallel: shard the tokens over the tensor-parallel ranks outside of the blocks'
-            GEMMs: residuals, norms and dropout are of a rank's own, the norms' and output biases'
-            gradients are partial (``float8lab.distributed.reduce_sequence_parallel_gradients``).
+        sequence_parallel: shard the tokens over the tensor-parallel ranks outside the blocks'
+            GEMMs: each rank computes residuals, norms and dropout of its tokens. The gradients of norms
+            and biases are partial (``float8lab.distributed.reduce_sequence_parallel_gradients``).
         apply_residual_connection_post_layernorm: residuals are the norms' outputs, not their
             inputs.
         output_layernorm: the self attention has no input norm; the layer's output is normalized.
-        parallel_attention_mlp: attention and MLP both on the layer's input, each with its norm, and
-            one residual.
+        parallel_attention_mlp: attention and MLP both take the layer's input, each with its norm,
+            and share a residual.
         layer_type: "encoder"; "decoder" adds cross attention to ``encoder_output``.
-        drop_path_rate: in training, leave a block out for each sample with this probability, and
-            divide by ``1 - drop_path_rate`` where it stays. Not of the cross attention.
+        drop_path_rate: in training, skip a block for each sample with this probability, and divide
+            its output by ``1 - drop_path_rate`` otherwise. The cross attention is never skipped.
         set_parallel_mode: shard the heads and the features of the MLP over the tensor-parallel
             ranks, as in ``MultiheadAttention`` and ``LayerNormMLP``.
-        bias: of all linear layers.
-        activation: of the MLP, as in ``LayerNormMLP``.
+        bias: whether all linear layers have biases.
+        activation: activation of the MLP, as in ``LayerNormMLP``.
         attn_input_format: sbhd, bshd or thd.
         ub: as in ``Linear``; ``ub_tp_comm_overlap=False`` switches all overlap off.
 
     The other arguments are those of ``MultiheadAttention`` and ``LayerNormMLP``.
 
     Raises:
-        ValueError: sizes, names or flags that do not belong together.
+        ValueError: sizes, names or flags do not fit together.
 
     >>> layer = float8lab.TransformerLayer(64, 256, 4, attn_input_format="bshd", device="cpu")
     >>> with float8lab.autocast(recipe=float8lab.recipes.Float8CurrentScaling()):
@@ -217,7 +217,7 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
         self.register_load_state_dict_pre_hook(parallel.ignore_extra_state)
 
     def reset_parameters(self) -> None:
-        """Initialise attention, MLP and norms, as ``Linear.reset_parameters`` does."""
+        """Initialise attention, MLP and norms, like ``Linear.reset_parameters``."""
         reset_children(self)
 
     def forward(
@@ -247,25 +247,25 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
         """Apply the layer.
 
         Args:
-            hidden_states: in ``attn_input_format``, ``hidden_size`` last.
-            self_attn_mask_type: overrides the constructor's.
+            hidden_states: the tokens in ``attn_input_format``, ``hidden_size`` last.
+            self_attn_mask_type: overrides the constructor's argument.
             encoder_output: in a decoder, the tokens that the cross attention attends to.
-            enc_dec_attn_mask: of the cross attention; a pair for padding masks.
+            enc_dec_attn_mask: mask of the cross attention; a pair for padding masks.
             is_first_microbatch: as in ``Linear.forward``.
             checkpoint_core_attention: recompute the core attention in backward.
             inference_params: key/value cache of the self attention.
             rotary_pos_emb: angles for the self attention, from position 0 on.
-            enc_dec_attn_mask_type: overrides the constructor's.
-            enc_dec_window_size: overrides the constructor's.
-            cu_seqlens_q: of the layer's sequences, in self and cross attention.
-            cu_seqlens_kv: of the encoder's sequences, in cross attention; in self attention it is
-                ``cu_seqlens_q``, which this must equal in an encoder.
+            enc_dec_attn_mask_type: overrides the constructor's argument.
+            enc_dec_window_size: overrides the constructor's argument.
+            cu_seqlens_q: offsets of the layer's sequences, for self and cross attention.
+            cu_seqlens_kv: offsets of the encoder's sequences, for cross attention; self attention
+                uses ``cu_seqlens_q`` instead, and in an encoder both must be equal.
 
         The other arguments are those of ``DotProductAttention.forward``, for the self attention.
 
         Returns:
-            The shape of ``hidden_states``; its dtype, or that of torch.autocast if that is active,
-            in which the residual stream is then, too.
+            A tensor with the shape of ``hidden_states``, in its dtype, or in the dtype of
+            torch.autocast if that is active, which the residual stream then also has.
         """
         size, thd = self.self_attention.hidden_size, self.attn_input_format == "thd"
         check_input("hidden_states", hidden_states, (size,), "hidden_size", ndim=2 if thd else 3)
@@ -282,7 +282,7 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
         masks.window_of(cross_type, enc_dec_window_size, "enc_dec_window_size")
         masks.check_mask_types("enc_dec_attn_mask", enc_dec_attn_mask)
         if is_decoder:
-            self_lengths, cross_lengths = self._lengths_of_both(
+            self_lengths, cross_lengths = self._decoder_lengths(
                 cross_lengths, self_attn_mask_type or self.self_attn_mask_type, cross_type
             )
             inter: Any = self.inter_attention
@@ -324,19 +324,19 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
         x = self._add(output, bias, normed[0] if normed else x, drop_path=True)
         return self.layernorm(x) if self.output_layernorm else x
 
-    def _lengths_of_both(
-        self, given: Lengths, self_type: str, cross_type: str
+    def _decoder_lengths(
+        self, cross: Lengths, self_type: str, cross_type: str
     ) -> tuple[Lengths, Lengths]:
-        """The lengths for the self and the cross attention of a decoder, each if it takes any."""
-        # Where neither does, both get them, and refuse them.
-        of_self = given._replace(cu_seqlens_kv=given.cu_seqlens_q, max_seqlen_kv=given.max_seqlen_q)
+        """Return the lengths for a decoder's self and cross attention, each if it takes lengths."""
+        # If neither takes lengths, both get them, so that they raise.
+        lengths = cross._replace(cu_seqlens_kv=cross.cu_seqlens_q, max_seqlen_kv=cross.max_seqlen_q)
         takes = ["padding" in mask_type for mask_type in (self_type, cross_type)]
         if self.attn_input_format == "thd" or not any(takes):
-            return of_self, given
-        return of_self if takes[0] else Lengths(), given if takes[1] else Lengths()
+            return lengths, cross
+        return lengths if takes[0] else Lengths(), cross if takes[1] else Lengths()
 
     def _add(self, x: Tensor, bias: Tensor | None, residual: Tensor, *, drop_path: bool) -> Tensor:
-        """``residual + drop_path(dropout(x + bias))``."""
+        """Compute ``residual + drop_path(dropout(x + bias))``."""
         attended = x
         if bias is not None:
             x = x + bias.to(x.dtype)
@@ -345,11 +345,11 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
             keep_rate = 1.0 - self.drop_path_rate
             batch = 1 if self.attn_input_format == "sbhd" else 0
             shape = [n if dim == batch else 1 for dim, n in enumerate(x.shape)]
-            # None is kept at a rate of 1, and nothing divided by 0.
-            stays = torch.rand(shape, dtype=torch.float32, device=x.device) < keep_rate
+            # With a drop rate of 1 no sample is kept, and the division is by 1 rather than 0.
+            is_kept = torch.rand(shape, dtype=torch.float32, device=x.device) < keep_rate
             group = self.tp_group if self.sequence_parallel and self.tp_size > 1 else None
             if batch and group is not None:
-                stays = from_first_rank(stays, group)  # all ranks have tokens of a sample
-            x = x * stays / (keep_rate or 1.0)
+                is_kept = from_first_rank(is_kept, group)  # all ranks have tokens of each sample
+            x = x * is_kept / (keep_rate or 1.0)
         summed = residual + x
         return inherit_tokens(summed, attended, residual) if self.sequence_parallel else summed
