@@ -54,9 +54,9 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
         enc_dec_attn_mask_type: mask type of the cross attention.
         enc_dec_window_size: window of the cross attention.
         fuse_wgrad_accumulation: as in ``Linear``; needs ``fuse_qkv_params``.
-        sequence_parallel: shard the tokens over the tensor-parallel ranks outside the blocks'
-            GEMMs: each rank computes residuals, norms and dropout of its tokens. The gradients of norms
-            and biases are partial (``float8lab.distributed.reduce_sequence_parallel_gradients``).
+        sequence_parallel: shard the tokens over tensor-parallel ranks outside the blocks' GEMMs:
+            each rank computes residuals, norms and dropout of its tokens. Gradients of norms and
+            output biases are partial: ``float8lab.distributed.reduce_sequence_parallel_gradients``.
         apply_residual_connection_post_layernorm: residuals are the norms' outputs, not their
             inputs.
         output_layernorm: the self attention has no input norm; the layer's output is normalized.
