@@ -7,9 +7,9 @@ sdpa_masked scaled_dot_product_attention with the mask and the bias as a matrix
 reference   plain PyTorch, float32 inside; takes everything
 ========== ==========================================================================
 
-Whatever the backend, a query that sees no key, and one that is padding, has output 0 and passes
-no gradient on. The two last hold a matrix for a block of queries at a time, and recompute it in
-backward, where that of all queries would have more than ``MOST_SCORES`` numbers.
+With every backend, a query that sees no key or is padding has output 0 and passes no gradient on.
+If the matrix of all queries would have more than ``MOST_SCORES`` numbers, the last two backends
+hold the matrix of a block of queries at a time, and recompute it in backward.
 """
 
 from __future__ import annotations
@@ -42,40 +42,40 @@ __all__ = [
 ]  # fmt: skip
 
 MOST_SCORES = 2**25
-"""Numbers in the largest matrix of scores, or of a mask made for them, that is held at once."""
+"""The most numbers in a matrix of scores, or in a mask made for it, that is held at once."""
 
 Attended: TypeAlias = tuple[Tensor, Tensor | None]
-"""The output, and the largest score of each head, ``[H]`` float32, if a problem wants it."""
+"""The output and, if the problem asks for it, the largest score of each head, ``[H]`` float32."""
 
 
 class Problem(NamedTuple):
-    """All that attention needs besides q ``[B, H, Sq, D]``, k ``[B, G, Sk, D]`` and v."""
+    """Everything that attention needs besides q ``[B, H, Sq, D]``, k ``[B, G, Sk, D]`` and v."""
 
     mask: AttentionMask
     scale: float
     bias: Tensor | None = None
-    """Added to the scaled scores; broadcasts to ``[B, H, Sq, Sk]``."""
+    """A bias added to the scaled scores; it broadcasts to ``[B, H, Sq, Sk]``."""
     alibi: Alibi | None = None
     dropout: float = 0.0
     """Dropout rate of the probabilities; 0 outside training."""
     softcap: float = 0.0
-    """The scaled scores become ``softcap * tanh(scores / softcap)``; 0 leaves them as they are."""
+    """The scaled scores become ``softcap * tanh(scores / softcap)``; 0 leaves them unchanged."""
     sink: Tensor | None = None
-    """``[H]``, the score of one more key, whose value is 0, that all queries see."""
+    """``[H]``, the score of an extra key with value 0, which all queries see."""
     wants_max: bool = False
     packed: tuple[Packed, Packed] | None = None
-    """Where the sequences of queries, and of keys, lie in ``[1, H, T, D]``."""
+    """The positions of the sequences of queries and of keys in ``[1, H, T, D]``."""
     context: ContextParallel | None = None
-    """If its ranks share tokens, q, k and v are this rank's."""
+    """The context-parallel ranks; if they share tokens, q, k and v are this rank's shards."""
 
     def of_queries(self, start: int, stop: int, Sk: int) -> tuple[Problem, slice]:
-        """The problem of queries from ``start`` to ``stop``, and the keys that they may see."""
+        """Return the problem of queries ``start`` to ``stop``, and the keys that they may see."""
         mask, first, last = self.mask, 0, Sk
         if isinstance(mask.diagonal, int):
             position = mask.diagonal + start
             first = max(0, position - mask.left) if mask.left >= 0 else 0
             last = min(Sk, mask.diagonal + stop + mask.right) if mask.right >= 0 else Sk
-        # Queries that see nothing have a key all the same: their scores must not be empty.
+        # Queries that see nothing still get a key, for their scores must not be empty.
         first = min(first, Sk - 1)
         keys, queries = slice(first, max(last, first + 1)), slice(start, stop)
         mask = mask._replace(
@@ -90,7 +90,7 @@ class Problem(NamedTuple):
         return self._replace(mask=mask, bias=_corner(self.bias, queries, keys), alibi=alibi), keys
 
     def scores_bias(self, Sq: int, Sk: int) -> Tensor | None:
-        """``bias`` and ``alibi`` together."""
+        """Return the sum of ``bias`` and ``alibi``, or None."""
         dense = None if self.alibi is None else self.alibi.dense(Sq, Sk)
         if self.bias is None or dense is None:
             return self.bias if dense is None else dense
@@ -99,10 +99,10 @@ class Problem(NamedTuple):
     def visible(
         self, Sq: int, Sk: int, device: torch.device
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The keys that each query may see, and the queries whose output is 0 all the same.
+        """Return the keys that each query may see, and the blind queries, whose output must be 0.
 
-        The latter, ``[1 or B, 1 or H, Sq, 1]``, may see everything, lest their softmax be 0 / 0.
-        None stands for all keys and for no query.
+        Blind queries, ``[1 or B, 1 or H, Sq, 1]``, may see all keys here, or their softmax would be
+        0 / 0. None stands for all keys, and for no blind query.
         """
         allowed = self.mask.allowed(Sq, Sk, device)
         blind = self.mask.padded_queries
@@ -114,14 +114,14 @@ class Problem(NamedTuple):
 
 
 def _corner(x: Tensor | None, queries: slice, keys: slice) -> Tensor | None:
-    """The entries for these queries and keys of a tensor that broadcasts to the scores."""
+    """Return the entries for some queries and keys of a tensor that broadcasts to the scores."""
     if x is not None and x.ndim > 1 and x.shape[-2] > 1:
         x = x[..., queries, :]
     return x if x is None or not x.ndim or x.shape[-1] == 1 else x[..., keys]
 
 
 def _zero_blind(out: Tensor, blind: Tensor | None) -> Tensor:
-    """The output with 0 for queries that see nothing; no gradient passes through them."""
+    """Set the output of blind queries to 0, so that no gradient passes through them."""
     return out if blind is None else out.masked_fill(blind, 0.0)
 
 
@@ -130,9 +130,9 @@ class Explanation(NamedTuple):
 
     backend: str
     rejected: dict[str, str]
-    """Reasons by backend, for those before the chosen one and for unsuitable ones after it."""
+    """Reasons against backends: all before the chosen backend, and unsuitable ones after it."""
     block: int | None = None
-    """How many queries it attends for at a time, where a matrix for all of them is too large."""
+    """The number of queries in a block, if a matrix for all queries is too large."""
 
     def __repr__(self) -> str:
         blocks = "" if self.block is None else f", {self.block} queries at a time"
@@ -142,14 +142,14 @@ class Explanation(NamedTuple):
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
-    """``dropout(softmax(q @ k.T * scale + bias)) @ v``, float32 inside (float64 for float64).
+    """Compute ``dropout(softmax(q @ k.T * scale + bias)) @ v`` in float32 (float64 for float64).
 
-    Of q ``[B, H, Sq, D]``, k ``[B, G, Sk, D]``, G dividing H, and v ``[B, G, Sk, Dv]`` the output
-    is ``[B, H, Sq, Dv]`` in the dtype of q.
+    The inputs are q ``[B, H, Sq, D]``, k ``[B, G, Sk, D]`` and v ``[B, G, Sk, Dv]``, where G
+    divides H; the output is ``[B, H, Sq, Dv]`` in the dtype of q.
     """
     (B, H, Sq, D), (G, Sk) = q.shape, k.shape[1:3]
     with torch.autocast(q.device.type, enabled=False):
-        # The query heads of a group are more queries to its one key head.
+        # The query heads of a group count as further queries of its only key head.
         q_high, k_high, v_high = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
         grouped = q_high.reshape(B, G, H // G * Sq, D)
         scores = (grouped @ k_high.transpose(2, 3)).view(B, H, Sq, Sk) * problem.scale
@@ -173,7 +173,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> At
 
 
 def largest_of_heads(scores: Tensor, blind: Tensor | None = None) -> Tensor:
-    """The largest of ``[B, H, Sq, ...]`` scores for each head; -inf where no query sees a key."""
+    """Return each head's largest score of ``[B, H, Sq, ...]``; -inf if no query sees a key."""
     scores = scores.detach().float()
     if not scores.numel():
         return scores.new_full(scores.shape[1:2], -torch.inf)
@@ -185,7 +185,7 @@ def largest_of_heads(scores: Tensor, blind: Tensor | None = None) -> Tensor:
 def _in_blocks(
     run: Callable[..., Attended], rows: int, q: Tensor, k: Tensor, v: Tensor, problem: Problem
 ) -> Attended:
-    """Run ``run`` for blocks of so many queries, each recomputed in backward."""
+    """Call ``run`` for blocks of ``rows`` queries, each of which backward recomputes."""
     attended = []
     for start in range(0, q.shape[2], rows):
         stop = min(start + rows, q.shape[2])
@@ -200,9 +200,9 @@ def _in_blocks(
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
     Sq, Sk = q.shape[2], k.shape[2]
-    # Torch's only fused kernel for these takes no heads in groups.
+    # Torch's only fused kernel for these inputs does not take grouped heads.
     repeats = q.dtype == torch.float32 or q.shape[3] != v.shape[3] or q.shape[3] > 256
-    # cuDNN prepares itself, some 30 ms on an H200, for each length that a cache grows to.
+    # cuDNN prepares a plan, some 30 ms on an H200, for each length that a cache grows to.
     reads_a_cache = Sq < Sk and not torch.is_grad_enabled()
     causal = problem.mask.is_plain_causal(Sq, Sk)
     out = _call_sdpa(q, k, v, problem, None, repeats, reads_a_cache, is_causal=causal)
@@ -218,9 +218,9 @@ def _sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
         mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
     if mask is not None:
         mask = mask.expand(*torch.broadcast_shapes(mask.shape, (q.shape[0], 1, Sq, Sk)))
-    # With a mask, torch has no fused kernel for heads in groups. Under a bool mask [B, 1, Sq, Sk],
-    # bfloat16 results came out of cuDNN with errors of 1.4 of their norm (torch 2.11, H200); the
-    # same call in float32, which it does not take, is right.
+    # With a mask, torch has no fused kernel for grouped heads. With a bool mask [B, 1, Sq, Sk],
+    # cuDNN's bfloat16 results had errors of 1.4 times their norm (torch 2.11, H200); the same call
+    # in float32, which cuDNN does not take, is right.
     return _zero_blind(_call_sdpa(q, k, v, problem, mask, True, mask is not None), blind), None
 
 
@@ -228,7 +228,7 @@ def _call_sdpa(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, mask: Tensor | None, repeats: bool,
     avoids_cudnn: bool, is_causal: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Torch's attention; on a GPU it may repeat the heads that are shared, and avoid cuDNN."""
+    """Call torch's attention; on a GPU, repeat the key heads of groups and avoid cuDNN if asked."""
     if q.is_cuda and repeats and k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     with _without_cudnn() if q.is_cuda and avoids_cudnn else contextlib.nullcontext():
@@ -239,7 +239,7 @@ def _call_sdpa(
 
 
 class _CudnnOff:
-    """Leaves cuDNN out, as ``sdpa_kernel`` does, in half a microsecond instead of thirty."""
+    """Switches cuDNN off like ``sdpa_kernel``, but in half a microsecond instead of thirty."""
 
     def __enter__(self) -> None:
         self.before = torch.backends.cuda.cudnn_sdp_enabled()
@@ -250,9 +250,9 @@ class _CudnnOff:
 
 
 def _without_cudnn() -> AbstractContextManager[Any]:
-    """Leave cuDNN out; turn all other kernels on if those that are on might not do."""
+    """Switch cuDNN off, and other kernels on if the enabled ones might not take the call."""
     cuda = torch.backends.cuda
-    if not torch.compiler.is_compiling() and (  # Dynamo cannot trace the question
+    if not torch.compiler.is_compiling() and (  # Dynamo cannot trace these two calls
         cuda.mem_efficient_sdp_enabled() or cuda.math_sdp_enabled()
     ):
         return _CudnnOff()
@@ -262,7 +262,7 @@ def _without_cudnn() -> AbstractContextManager[Any]:
 
 
 def _flex_library() -> ModuleType:
-    """FlexAttention, which loads sympy; torch 2.15 itself does so only when it compiles."""
+    """Import FlexAttention, which loads sympy; torch 2.15 loads sympy only when it compiles."""
     from torch.nn.attention import flex_attention
 
     return flex_attention
@@ -271,10 +271,10 @@ def _flex_library() -> ModuleType:
 def _masked_flex(
     q: Tensor, k: Tensor, v: Tensor, blind: Tensor | None, hidden: Tensor | None, **options: object
 ) -> tuple[Tensor, AuxOutput]:
-    """FlexAttention, with an output of 0 for ``blind`` queries, and its statistics.
+    """Run FlexAttention with an output of 0 for ``blind`` queries; return its statistics, too.
 
-    Where there are ``hidden`` keys, in or behind packed sequences, these and the blind queries may
-    hold anything; and 0 * inf is not 0.
+    ``hidden`` keys lie between or after packed sequences. They and blind queries are set to 0,
+    since they may hold any values, and 0 * inf is not 0.
     """
     if hidden is not None:
         q, k, v = _zero_blind(q, blind), _zero_blind(k, hidden), _zero_blind(v, hidden)
@@ -290,21 +290,21 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 class _Places(NamedTuple):
-    """Where queries stand among the keys, each ``[B, Sq]`` or a number."""
+    """The positions of queries among the keys; each field is ``[B, Sq]`` or a number."""
 
     sequence: Tensor
     position: Tensor
-    """The key at which a query stands if the diagonal is 0."""
+    """The key position of each query if the diagonal is 0."""
     start: Tensor | int
-    """The first key of its sequence."""
+    """The first key of the query's sequence."""
     stop: Tensor | int
-    """The key behind its sequence's last; 0 for a packed query of no sequence."""
+    """The index after the last key of that sequence; 0 for a packed query without a sequence."""
     outside: Tensor | None = None
-    """Which packed queries are of no sequence."""
+    """Which packed queries belong to no sequence."""
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, packed: tuple[Packed, Packed] | None) -> _Places:
-        """Find them; packed sequences lie behind each other, others are rows of the batch."""
+        """Find the positions; sequences are rows of the batch, or packed one after the other."""
         B, Sq = q.shape[0], q.shape[2]
         if packed is None:
             sequence = torch.arange(B, device=q.device).view(-1, 1).expand(B, Sq)
@@ -316,25 +316,25 @@ class _Places(NamedTuple):
         return cls(sequence, position + start, start, stop, outside)
 
     def on(self, diagonal: int | Tensor) -> Tensor:
-        """The key at which each query stands; a diagonal may differ between sequences."""
+        """Return the key position of each query; the diagonal may differ between sequences."""
         if isinstance(diagonal, Tensor):
             diagonal = diagonal[self.sequence]
         return self.position + diagonal
 
     def window(self, mask: AttentionMask) -> tuple[Tensor, Tensor]:
-        """The first and the last key of each query's window."""
-        at = self.on(mask.diagonal)
-        first = at - mask.left if mask.left >= 0 else torch.zeros_like(at)
-        last = at + mask.right if mask.right >= 0 else torch.full_like(at, _UNLIMITED)
+        """Return the first and the last key of each query's window."""
+        position = self.on(mask.diagonal)
+        first = position - mask.left if mask.left >= 0 else torch.zeros_like(position)
+        last = position + mask.right if mask.right >= 0 else torch.full_like(position, _UNLIMITED)
         return first.clamp(min=self.start).int(), last.clamp(max=self.stop - 1).int()
 
 
 def _flex_modifiers(
     q: Tensor, k: Tensor, problem: Problem, places: _Places
 ) -> tuple[Callable[..., Tensor] | None, BlockMask | None]:
-    """FlexAttention's score_mod, the softcap of a scaled score, then ALiBi, and block_mask."""
-    # Values that differ between calls, windows included, are in tensors: a number in a closure is
-    # part of the compiled code, and Dynamo gives up compiling after 8 versions of it.
+    """Make FlexAttention's score_mod, which applies softcap and then ALiBi, and its block_mask."""
+    # Values that differ between calls, also windows, are in tensors: a number in a closure becomes
+    # part of the compiled code, and Dynamo gives up compiling after 8 versions of the code.
     mask, alibi, packed = problem.mask, problem.alibi, problem.packed
     caps = torch.full((q.shape[0],), problem.softcap, device=q.device) if problem.softcap else None
     has_alibi = alibi is not None
@@ -363,14 +363,14 @@ def _flex_modifiers(
 def _block_mask(
     first: Tensor, last: Tensor, kv_padding: Tensor | None, Sk: int, may_see: Callable[..., Tensor]
 ) -> BlockMask:
-    """Which blocks of queries and keys hold a pair that is seen, and which hold only such.
+    """Find the blocks of queries and keys with a visible pair, and those with only visible pairs.
 
-    They are found from the first and last key of each query in a block: to look at each pair would
-    take as much memory as the scores. A query that sees no key has its first behind its last.
+    They follow from the first and last key of each query in a block, for looking at each pair would
+    take as much memory as the scores. A query that sees no key has first > last.
     """
     Sq = first.shape[1]
     first, last = torch.where(first > last, Sk, first), torch.where(first > last, -1, last)
-    # Queries behind the end see no key.
+    # Queries after the end see no key.
     first, last = (
         F.pad(x, (0, -Sq % _FLEX_BLOCK), value=beyond).unflatten(1, (-1, _FLEX_BLOCK))
         for x, beyond in ((first, Sk), (last, -1))
@@ -381,15 +381,15 @@ def _block_mask(
     first_j = torch.arange(0, Sk, _FLEX_BLOCK, device=first.device)
     last_j = (first_j + _FLEX_BLOCK - 1).clamp(max=Sk - 1)
     seen = (last_j >= least) & (first_j <= most)
-    # FlexAttention applies no mask in a block that is seen whole, nor knows there where keys end.
-    only = (first_j >= latest_first) & (first_j + _FLEX_BLOCK - 1 <= earliest_last)
+    # In a fully visible block, FlexAttention applies no mask and does not know where keys end.
+    fully_seen = (first_j >= latest_first) & (first_j + _FLEX_BLOCK - 1 <= earliest_last)
     if kv_padding is not None:
         missing = -Sk % _FLEX_BLOCK
         real = F.pad(~kv_padding, (0, missing)).unflatten(1, (-1, _FLEX_BLOCK))
         seen = seen & real.any(-1)[:, None, None]
-        only = only & real.all(-1)[:, None, None]
-    lists = []  # for either kind of block, how many there are and where
-    for blocks in (seen & ~only, only):
+        fully_seen = fully_seen & real.all(-1)[:, None, None]
+    lists = []  # the count and the indices of partly visible blocks, then of fully visible blocks
+    for blocks in (seen & ~fully_seen, fully_seen):
         order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
         lists += [blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)]
     return _flex_library().BlockMask.from_kv_blocks(
@@ -406,7 +406,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
         hidden = problem.packed[1].places(k.shape[2])[2].view(-1, 1)
     run = _compiled_flex() if q.is_cuda and not torch.compiler.is_compiling() else _masked_flex
     head, options = max(q.shape[3], v.shape[3]), None
-    if head > 128:  # the tiles of torch's choice exceed a GPU's shared memory
+    if head > 128:  # the tiles that torch chooses would exceed a GPU's shared memory
         names = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
         options = {**dict.fromkeys(names, 32 if head <= 256 else 16), "num_stages": 1}
     asks = sink is not None or problem.wants_max
@@ -416,20 +416,20 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
         enable_gqa=q.shape[1] != k.shape[1], kernel_options=options, return_aux=request,
     )  # fmt: skip
     if sink is not None and statistics.lse is not None:
-        # Of the sum over all keys and the sink, the keys have exp(lse) / (exp(lse) + exp(sink)).
-        share_of_keys = torch.sigmoid(statistics.lse - sink.view(-1, 1))
-        out = (out * share_of_keys.unsqueeze(-1)).to(q.dtype)
+        # The keys contribute exp(lse) / (exp(lse) + exp(sink)) of the sum over keys and sink.
+        fraction = torch.sigmoid(statistics.lse - sink.view(-1, 1))
+        out = (out * fraction.unsqueeze(-1)).to(q.dtype)
     scores = statistics.max_scores
     return out, None if scores is None else largest_of_heads(scores.unsqueeze(-1), blind)
 
 
 _FLEX_BLOCK = 128
 _UNLIMITED = 2**30
-"""A distance that is farther than any key lies."""
+"""A distance larger than that of any key."""
 
 
 def why_a_matrix(Sq: int, Sk: int, problem: Problem) -> str | None:
-    """Why bias or mask must be a matrix; None for no mask or a square causal one, without bias."""
+    """Return why bias or mask must be a matrix; None without bias, if at most square and causal."""
     mask = problem.mask
     if problem.bias is not None:
         return "core_attention_bias must be a matrix to it"
@@ -470,7 +470,7 @@ def _flex_does_not_pay(q: Tensor) -> str | None:
 
 
 def _why_not_plain(problem: Problem) -> str | None:
-    """Say what a kernel of plain softmax does not compute of a problem; None if it computes it."""
+    """Return which part of a problem a kernel with plain softmax cannot compute, or None."""
     if problem.softcap:
         return "it has no softcap"
     if problem.sink is not None:
@@ -497,14 +497,14 @@ _TABLE: dict[str, tuple[Callable[..., Attended], Callable[..., str | None]]] = {
     "sdpa_masked": (_sdpa_masked, _why_not_sdpa_masked),
     "reference": (reference_attention, lambda *call: None),
 }
-"""How each backend runs a call, and why it does not take it."""
+"""The function that runs each backend, and the function that returns why it rejects a call."""
 
 BACKENDS = tuple(_TABLE)
 """Names of the backends, in the order in which they are tried."""
 
 
 def _why_not(name: str, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> str | None:
-    """Why a backend does not take a call; None if it does."""
+    """Return why a backend does not take a call; None if it does."""
     if name != "reference" and not (q.numel() and k.numel() and v.numel()):
         return "an input is empty"
     if name.startswith("sdpa") and q.is_cuda and q.dtype == torch.float64:
@@ -515,10 +515,10 @@ def _why_not(name: str, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> st
 def explain(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, backends: Sequence[str]
 ) -> Explanation:
-    """Which of ``backends`` takes this call: the first that can.
+    """Choose the first of ``backends`` that can take this call.
 
     Raises:
-        NotImplementedError: none of them can.
+        NotImplementedError: none of the backends can.
     """
     chosen, rejected, tensors = None, {}, _tensors_of_backends(q, k, v, problem)
     for name in backends:
@@ -543,7 +543,7 @@ def explain(
 def _tensors_of_backends(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem
 ) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """The shapes of what each backend is given: flex alone takes packed sequences as they lie."""
+    """Return tensors with the shapes that each backend gets; only flex takes packed sequences."""
     if problem.packed is None:
         return dict.fromkeys(BACKENDS, (q, k, v))
     queries, keys = problem.packed
@@ -556,36 +556,36 @@ _LEAST_QUERIES = 64
 
 
 def _block_of_queries(name: str, q: Tensor, k: Tensor, problem: Problem) -> int | None:
-    """How many queries a backend attends for at a time; None for all of them."""
+    """Return the number of queries in a block of a backend; None if it takes all at once."""
     (B, H, Sq, _), Sk = q.shape, k.shape[2]
     if name in ("sdpa", "flex") or is_exporting():
         return None
-    # Numbers that it makes for a query of each sequence.
-    scores = B * H * Sk if name == "reference" else _made_mask(q, k, problem)
+    # How many numbers the backend computes for a query of each sequence.
+    scores = B * H * Sk if name == "reference" else _mask_size(q, k, problem)
     if Sq * scores <= MOST_SCORES:
         return None
     rows = max(_LEAST_QUERIES, MOST_SCORES // scores)
     return rows if rows < Sq else None
 
 
-def _made_mask(q: Tensor, k: Tensor, problem: Problem) -> int:
-    """Numbers for a query of each sequence in the mask that ``sdpa_masked`` makes of a problem, or
-    0 where that is no larger than the matrix that the caller gave."""
+def _mask_size(q: Tensor, k: Tensor, problem: Problem) -> int:
+    """Return how many numbers ``sdpa_masked``'s mask has for a query of each sequence, or 0 if the
+    mask is no larger than the matrix that the caller gave."""
     (B, H, Sq, _), Sk, mask, bias = q.shape, k.shape[2], problem.mask, problem.bias
     if bias is not None and mask.lets_all:
         return 0
-    given = mask.arbitrary if bias is None else bias
+    matrix = mask.arbitrary if bias is None else bias
     heads = H if problem.alibi is not None else 1
-    if given is not None and given.ndim > 2:
-        heads = max(heads, given.shape[-3])
-    # A bias has a row for each sequence where masks differ; torch makes one of a bool mask.
+    if matrix is not None and matrix.ndim > 2:
+        heads = max(heads, matrix.shape[-3])
+    # A bias has a row for each sequence if masks differ; torch converts a bool mask to a bias.
     differ = bias is None or mask.kv_padding is not None or isinstance(mask.diagonal, Tensor)
-    made = (B if differ else 1) * heads * Sk
-    return 0 if given is not None and given.numel() >= made * Sq else made
+    size = (B if differ else 1) * heads * Sk
+    return 0 if matrix is not None and matrix.numel() >= size * Sq else size
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem, chosen: Explanation) -> Attended:
-    """Attention by the backend that ``explain`` chose; shapes as ``reference_attention``.
+    """Compute attention by the ``chosen`` backend; shapes are those of ``reference_attention``.
 
     Packed sequences become rows of a batch for all backends but flex, and their output is packed.
     """

@@ -24,10 +24,10 @@ BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
 
 def alibi_slopes(heads: int, device: torch.device | None = None) -> Tensor:
-    """The default slopes of ALiBi, ``[H]`` float32.
+    """Return the default slopes of ALiBi, ``[H]`` float32.
 
-    A geometric sequence from ``2 ** (-8 / n)`` for the ``n`` heads up to a power of two; further
-    heads get every other slope of twice as many.
+    The first ``n`` heads, a power of two, get a geometric sequence from ``2 ** (-8 / n)``; further
+    heads get every second slope of the sequence for ``2 * n`` heads.
 
     Source: Train Short, Test Long, arXiv:2108.12409, and its published code.
 
@@ -46,22 +46,22 @@ class Alibi(NamedTuple):
     slopes: Tensor
     """``[H]`` or ``[B, H]``, float32."""
     diagonal: int | Tensor
-    """``Sk - Sq``, per sequence where there is padding."""
+    """``Sk - Sq``, per sequence if there is padding."""
 
     def dense(self, Sq: int, Sk: int) -> Tensor:
-        """``[1 or B, H, Sq, Sk]`` float32."""
+        """Return the bias as a matrix, ``[1 or B, H, Sq, Sk]`` float32."""
         slopes = self.slopes.view(-1, self.slopes.shape[-1], 1, 1)
         return -slopes * distances(self.diagonal, Sq, Sk, slopes.device)
 
 
 def check_bias(bias_type: str, bias: Tensor | None, slopes: Tensor | None) -> None:
-    """Raise unless the three arguments of a bias belong together."""
+    """Raise unless the three arguments of a bias fit together."""
     if bias_type == "no_bias" and bias is None and slopes is None:
         return
     check_choice("core_attention_bias_type", bias_type, BIAS_TYPES)
-    for name, given in (("core_attention_bias", bias), ("alibi_slopes", slopes)):
-        if given is not None:
-            check_floating(name, given)
+    for name, tensor in (("core_attention_bias", bias), ("alibi_slopes", slopes)):
+        if tensor is not None:
+            check_floating(name, tensor)
     wants_bias = bias_type in ("pre_scale_bias", "post_scale_bias")
     if wants_bias != (bias is not None):
         raise ValueError(
@@ -77,8 +77,8 @@ def check_bias(bias_type: str, bias: Tensor | None, slopes: Tensor | None) -> No
 
 
 def check_softcap(softcap: float, bias_type: str) -> float:
-    """Raise unless scores can have this softcap beside a bias of that type; return it."""
-    if not torch.compiler.is_compiling():  # a graph may have a symbol in its place
+    """Return the softcap, or raise if scores cannot have it together with this type of bias."""
+    if not torch.compiler.is_compiling():  # a graph may have a symbol for the softcap
         softcap = check_number("softcap", softcap, minimum=0)
     if softcap and bias_type == "pre_scale_bias":
         raise NotImplementedError(

@@ -63,7 +63,7 @@ SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
 def check_groups(heads: int, num_gqa_groups: int | None) -> int:
-    """The number of key/value heads for so many query heads; None stands for as many."""
+    """Return the number of key/value heads, checked; None stands for as many as query heads."""
     groups: int = check_size(
         "num_gqa_groups", heads if num_gqa_groups is None else num_gqa_groups, minimum=1
     )
@@ -81,8 +81,8 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
     Shape: query ``[S, B, H, D]`` (sbhd), ``[B, S, H, D]`` (bshd) or ``[T, H, D]`` (thd); key and
     value the same with G heads and their own sequence length; output ``[S, B, H * Dv]``,
     ``[B, S, H * Dv]`` or ``[T, H * Dv]``. Query head h uses key/value head ``h // (H / G)``. With
-    R tensor-parallel ranks each has H / R query heads and G / R key/value heads of all of the
-    sequence, in the order of the ranks; nothing is sent but, in FP8, the largest values.
+    R tensor-parallel ranks, each rank has H / R query heads and G / R key/value heads of the full
+    sequence, in the order of the ranks; ranks send only amaxes, in FP8.
 
     Numerics: softmax in float32. A query that is padding or sees no key gives 0. Inside
     ``autocast`` with a recipe that has ``fp8_dpa=True`` or ``fp8_mha=True``, the GEMMs
@@ -92,40 +92,40 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         num_attention_heads: H.
         kv_channels: D; a pair is D of query and key, and Dv of value.
         num_gqa_groups: G, which divides H; None is H.
-        attention_dropout: of the probabilities, in training mode.
+        attention_dropout: dropout rate of the probabilities, in training mode.
         qkv_format: sbhd, bshd or thd.
         attn_mask_type: ``no_mask``, ``padding``, ``causal``, ``padding_causal`` (also spelled
             ``padding,causal`` and ``causal,padding``), ``causal_bottom_right``,
-            ``padding_causal_bottom_right`` or ``arbitrary``. ``causal`` aligns query 0 to key 0, a
-            bottom-right one the last query to the last key.
+            ``padding_causal_bottom_right`` or ``arbitrary``. ``causal`` aligns query 0 to key 0; a
+            bottom-right mask aligns the last query to the last key.
         window_size: ``(left, right)``: query i sees the keys from ``i + d - left`` to
-            ``i + d + right``, with ``d = Sk - Sq`` (0 for ``causal`` and ``padding_causal``;
-            lengths without padding where there is padding); -1 is no limit. A causal mask stays
-            causal whatever ``right`` is.
-        sequence_parallel: the model runs its layers, whose tokens are shards, under a
-            stream of each rank's own: dropout uses the default generator, not the tracker.
-        tp_size: R; G must be a multiple of it.
-        get_rng_state_tracker: returns a tracker whose ``fork()`` dropout runs under, for dropout
-            that differs on tensor-parallel ranks.
+            ``i + d + right``, with ``d = Sk - Sq`` (0 for ``causal`` and ``padding_causal``; with
+            padding, Sk and Sq count without it); -1 is no limit. A causal mask stays causal
+            whatever ``right`` is.
+        sequence_parallel: tokens are shards, and the model runs its layers under a stream that
+            differs between ranks: dropout uses the default generator, not the tracker.
+        tp_size: R, which divides G.
+        get_rng_state_tracker: returns a tracker under whose ``fork()`` dropout runs, so that it
+            differs on tensor-parallel ranks.
         tp_group: the R ranks; needed for ALiBi and FP8 attention, and may come later.
-        layer_number: names the layer to ``inference_params``.
-        attention_type: "self" or "cross": whether a padding ``attention_mask`` is one or a pair.
+        layer_number: the layer's number in ``inference_params``.
+        attention_type: "self" or "cross": a padding ``attention_mask`` is a tensor or a pair.
         cp_group: the ranks that share each sequence's tokens, as ``shard_sequence`` gives them;
-            tensors are those of a rank's tokens, but masks, biases and cumulative lengths are those
-            of whole sequences. Results are those of one rank.
-        cp_global_ranks: no effect, nor has ``cp_stream`` any.
-        cp_comm_type: see ``set_context_parallel_group``, as for ``load_balancing_strategy``.
-        softmax_scale: of the scores; None is ``D ** -0.5``.
+            tensors hold a rank's tokens, but masks, biases and cumulative lengths are those of
+            unsharded sequences. Results are those of a single rank.
+        cp_global_ranks: no effect, like ``cp_stream``.
+        cp_comm_type: see ``set_context_parallel_group``, also for ``load_balancing_strategy``.
+        softmax_scale: the scale of the scores; None is ``D ** -0.5``.
         softmax_type: ``vanilla``; ``off-by-one``: ``exp(scores) / (1 + sum(exp(scores)))``;
             ``learnable``: the 1 is ``exp`` of the head's number in the parameter
             ``softmax_offset``, ``[H / R]`` float32, which starts at 0.
-        return_max_logit: return the largest score of each head, ``[H / R]`` float32, after the
-            output: scaled, with softcap, bias and mask; -inf where no query sees a key.
-        backends: names of ``float8lab.nn.attention.BACKENDS`` in the order in which they are tried.
+        return_max_logit: after the output, return the largest score of each head, ``[H / R]``
+            float32, after scale, softcap, bias and mask; -inf where no query sees a key.
+        backends: names from ``float8lab.nn.attention.BACKENDS``, which are tried in this order.
 
     Raises:
-        NotImplementedError: ``return_max_logit`` with a context-parallel group.
-        ValueError: sizes, names or arguments that do not belong together.
+        NotImplementedError: ``return_max_logit`` is True with a context-parallel group.
+        ValueError: sizes, names or arguments do not fit together.
 
     >>> attention = float8lab.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd")
     >>> q, k, v = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16), torch.randn(2, 5, 2, 16)
@@ -172,8 +172,8 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         num_attention_heads = check_size("num_attention_heads", num_attention_heads, minimum=1)
         groups = check_groups(num_attention_heads, num_gqa_groups)
         self.tp_size = parallel.parallel_size(tp_size, tp_group, "column")
-        # A rank has whole groups: a key/value head with all its query heads. A head that several
-        # ranks had would be computed several times, and its gradient be partial on each.
+        # A rank has complete groups: a key/value head with all its query heads. If several ranks
+        # shared a head, each would compute it, and have a partial gradient of it.
         local_groups = parallel.share_of("num_gqa_groups", groups, self.tp_size)
         local_heads = num_attention_heads // self.tp_size
         attention_dropout = check_number("attention_dropout", attention_dropout, minimum=0, below=1)
@@ -220,7 +220,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         )
 
     def reset_parameters(self) -> None:
-        """Make ``softmax_offset`` 0, if there is one."""
+        """Set ``softmax_offset`` to 0, if there is one."""
         if self.softmax_offset is not None:
             materialize(self)
             nn.init.zeros_(self.softmax_offset)
@@ -241,7 +241,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
     def _make_parallel(
         self, mode: str, sizes: Sequence[int], keep_gathered: bool
     ) -> TensorParallel | NoGroup | None:
-        """Ranks of tensor and of context parallelism share the scales."""
+        """Return how ranks of tensor and of context parallelism share the scales."""
         sharing = super()._make_parallel(mode, sizes, keep_gathered)
         groups = () if self.context_parallel is None else self.context_parallel.groups
         if isinstance(sharing, TensorParallel):
@@ -255,7 +255,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
-        # There need not be a parameter, so another tensor has to tell where the module goes.
+        # The module may have no parameter, so an extra tensor tells to which device it moves.
         self._fp8.to(fn(torch.empty(0, device=self._fp8.handle.device)).device)
         return result
 
@@ -287,52 +287,52 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         kv_layer: Tensor | None = None,
         qkv_interleave_dim: int = -3,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend.
+        """Compute attention.
 
         Args:
-            query_layer: in ``qkv_format``, as key_layer and value_layer.
-            key_layer: with G heads.
-            value_layer: with G heads.
+            query_layer: the query in ``qkv_format``, like key_layer and value_layer.
+            key_layer: the key, with G heads.
+            value_layer: the value, with G heads.
             attention_mask: bool, True where masked out. For padding masks ``[B, 1, 1, S]``, a pair
-                of them for cross attention; for ``arbitrary``, what broadcasts to
-                ``[B, H, Sq, Sk]``. The others do not use it, and warn.
-            qkv_format: overrides the constructor's.
+                of them for cross attention; for ``arbitrary``, a tensor that broadcasts to
+                ``[B, H, Sq, Sk]``. Other mask types do not use it, and warn.
+            qkv_format: overrides the constructor's argument.
             cu_seqlens_q: ``[B + 1]`` cumulative lengths of the query sequences: for thd, and for
-                padding masks in place of ``attention_mask``.
+                padding masks instead of ``attention_mask``.
             cu_seqlens_kv: the same for key and value; None is ``cu_seqlens_q`` in self attention.
-            max_seqlen_q: for thd, the longest sequence; computed if None. The other formats have
-                it in the shape.
+            max_seqlen_q: for thd, the longest sequence; computed if None. In other formats the
+                shape has it.
             max_seqlen_kv: the same for key and value.
-            attn_mask_type: overrides the constructor's.
-            window_size: overrides the constructor's.
-            checkpoint_core_attention: recompute the attention in backward instead of saving what
-                backward needs.
+            attn_mask_type: overrides the constructor's argument.
+            window_size: overrides the constructor's argument.
+            checkpoint_core_attention: recompute the attention in backward instead of saving its
+                tensors.
             core_attention_bias_type: ``no_bias``; ``pre_scale_bias``: the bias is added before the
-                scores are scaled; ``post_scale_bias``: after; ``alibi``.
-            core_attention_bias: broadcasts to ``[B, H, Sq, Sk]``; may require a gradient. Of
-                tensor-parallel ranks each passes that of its own heads.
+                scores are scaled; ``post_scale_bias``: it is added afterwards; ``alibi``.
+            core_attention_bias: broadcasts to ``[B, H, Sq, Sk]``; may require a gradient. Each
+                tensor-parallel rank passes the bias of its own heads.
             alibi_slopes: ``[H]`` or ``[B, H]``; ``-slope * (i + Sk - Sq - j)`` is added to the
-                scaled score of query i and key j. None is the usual geometric sequence. Of
-                tensor-parallel ranks each passes those of its own heads.
-            fast_zero_fill: no effect: what is not computed is always 0.
-            inference_params: key/value cache: keys and values are added to it and attention is
-                over all it holds.
-            cu_seqlens_q_padded: ``[B + 1]``, for thd with unused tokens after each sequence: where
-                the sequences start.
+                scaled score of query i and key j. None is the usual geometric sequence. Each
+                tensor-parallel rank passes the slopes of its own heads.
+            fast_zero_fill: no effect: values that are not computed are always 0.
+            inference_params: key/value cache: keys and values are added to it, and queries attend
+                to everything that it holds.
+            cu_seqlens_q_padded: ``[B + 1]``, where the sequences start, for thd with unused tokens
+                after each sequence.
             cu_seqlens_kv_padded: the same for key and value; if it and ``cu_seqlens_kv`` are None,
                 ``cu_seqlens_q_padded``.
             pad_between_seqs: whether there are unused tokens between the sequences of thd; None
-                and False look at ``cu_seqlens_*_padded``, True also requires them.
+                and False use ``cu_seqlens_*_padded`` if given, and True requires them.
             softcap: scaled scores become ``softcap * tanh(scores / softcap)``, before a bias is
-                added; 0 leaves them as they are.
-            qkv_layer: query, key and value in one tensor, in place of these three.
-            kv_layer: key and value in one tensor, in place of these two.
-            qkv_interleave_dim: the dimension of a packed tensor that tells its parts from each
-                other: -3, ``[..., 3, H, D]``, or -2, ``[..., H, 3, D]`` (2 of ``kv_layer``).
+                added; 0 leaves them unchanged.
+            qkv_layer: query, key and value in one tensor, instead of these three arguments.
+            kv_layer: key and value in one tensor, instead of these two arguments.
+            qkv_interleave_dim: the dimension along which a packed tensor stacks query, key and
+                value: -3, ``[..., 3, H, D]``, or -2, ``[..., H, 3, D]`` (2 for ``kv_layer``).
 
         Returns:
             ``[S, B, H * Dv]``, ``[B, S, H * Dv]`` or ``[T, H * Dv]``; with ``return_max_logit`` a
-            pair of it and the largest score of each head.
+            pair of this output and the largest score of each head.
         """
         if is_exporting():
             arguments.check_export(inference_params, qkv_format or self.qkv_format)
@@ -388,10 +388,10 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         cu_seqlens_kv_padded: Tensor | None = None,
         softcap: float = 0.0,
     ) -> Explanation:
-        """Which backend a call with these arguments gets, and why it does not get the others.
+        """Return which backend a call with these arguments gets, and why not the other backends.
 
-        The arguments are those of ``forward`` that matter to it. In place of a cache, ask with the
-        keys and values that it holds.
+        The arguments are those of ``forward`` that matter for this choice. Instead of a cache, pass
+        the keys and values that it holds.
 
         >>> attention = float8lab.DotProductAttention(2, 8, window_size=(3, 0))
         >>> attention.explain(*torch.randn(3, 5, 1, 2, 8))
@@ -441,7 +441,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         return out, largest
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
-        """Attention in high precision, by one of the backends."""
+        """Compute attention in high precision, by the first backend that takes the call."""
         chosen = explain(q, k, v, problem, self.backends)
         if chosen.block is not None:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in chosen.rejected.items())
@@ -454,7 +454,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         return attend(q, k, v, problem, chosen)
 
     def _warn_once(self, subject: str, text: str) -> None:
-        """Warn of a call, once of each subject."""
+        """Warn about a call, once for each subject."""
         if not torch.compiler.is_compiling() and subject not in self._warned:
             self._warned.add(subject)
             text += " explain() says what a call gets (said once per module)."
@@ -466,7 +466,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         return self.get_rng_state_tracker().fork()
 
     def _repeatable(self, problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Attended]:
-        """``_core``, whose repetition in backward drops the same probabilities."""
+        """Return ``_core`` as a function that drops the same probabilities when recomputed."""
         tracked = problem.dropout and not self.sequence_parallel and self.get_rng_state_tracker
         if not tracked:
             return lambda q, k, v: self._core(q, k, v, problem)
@@ -489,11 +489,11 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         self, qkv: tuple[Tensor, Tensor, Tensor], given: arguments.Given, softcap: float,
         *, asks: bool = False,
     ) -> arguments.Request:  # fmt: skip
-        """Check the arguments of a call and bring them to one form.
+        """Check the arguments of a call and resolve them to a request.
 
-        With a cache, keys and values are added to it; the request attends to all that it holds.
+        With a cache, keys and values are added to it; the request attends to all its contents.
         """
-        # One that only ``asks`` gets tensors without values from other context-parallel ranks.
+        # With ``asks``, tensors of other context-parallel ranks have shapes but no values.
         rules, cache = given.rules, given.inference_params
         softcap = check_softcap(softcap, given.bias[0])
         heads, groups = self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition
@@ -543,7 +543,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         return self.attention_dropout if self.training else 0.0
 
     def _reads_pages(self, q: Tensor, k: Tensor, given: arguments.Given, softcap: float) -> bool:
-        """Whether a call with a cache attends to its pages, rather than to tensors read from it."""
+        """Whether a call attends to the cache's pages, rather than to tensors read from them."""
         asks_more = given.attention_mask, given.lengths.cu_seqlens_q, *given.bias[1:]
         if given.bias[0] != "no_bias" or softcap or any(x is not None for x in asks_more):
             return False
@@ -557,7 +557,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
     def rules_of_call(
         self, qkv_format: str | None, mask_type: str | None, window_size: tuple[int, int] | None
     ) -> arguments.Rules:
-        """The format, the mask type and the window of a call; raises for ones that do not exist."""
+        """Return the format, mask type and window of a call, or raise if they are invalid."""
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         check_choice("qkv_format", qkv_format, layout.QKV_FORMATS)
         default = self.attn_mask_type
@@ -568,9 +568,9 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
     def check_arguments(
         self, given: arguments.Given, sizes: layout.Sizes | None, mask_name: str = "attention_mask"
     ) -> None:
-        """Raise for arguments that a call does not take; nothing has changed by then.
-        ``sizes`` are of the sequences of all ranks, None if not known yet; ``mask_name`` is what
-        the caller's signature has for ``attention_mask``.
+        """Raise for arguments that a call does not take, before any state changes.
+        ``sizes`` are those of the sequences of all ranks, or None if they are unknown yet;
+        ``mask_name`` is the name of ``attention_mask`` in the caller's signature.
         """
         rules, attention_mask, lengths, bias, inference_params = given
         if bias[0] == "no_bias" and arguments.is_plain(
@@ -607,8 +607,8 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         self, context: ContextParallel, qkv: tuple[Tensor, Tensor, Tensor], given: arguments.Given,
         asks: bool,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[Tensor], Tensor] | None]:  # fmt: skip
-        """All tokens of those that exchange heads, for this rank's heads, and what brings back the
-        results of its tokens."""
+        """Gather the tokens of the ranks that exchange heads, for this rank's heads; also return
+        the function that exchanges results back to this rank's tokens."""
         dim, (query, key, value) = int(given.rules.qkv_format == "bshd"), qkv
         context.check_heads(query.shape[-2], key.shape[-2])
         starts = given.lengths.starts() if given.rules.qkv_format == "thd" else (None, None)
@@ -631,7 +631,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         self, qkv: tuple[Tensor, Tensor, Tensor], given: arguments.Given, sizes: layout.Sizes,
         softcap: float,
     ) -> ContextParallel | None:  # fmt: skip
-        """How ranks share a call: as the module's do, or by whole sequences if it needs them."""
+        """Return how ranks share a call: like the module, or by full sequences if needed."""
         context = self.context_parallel
         if context is None:
             return None
@@ -644,7 +644,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
     def _slopes(
         self, given: Tensor | None, context: ContextParallel | None, device: torch.device
     ) -> Tensor:
-        """The slopes of ALiBi, for the heads of this rank, as those that are ``given``."""
+        """Return the slopes of ALiBi for this rank's heads; by default the usual slopes."""
         if given is not None:
             return given.to(device, torch.float32)
         sharing: Any = self._fp8.parallel
@@ -653,7 +653,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         return slopes if context is None else context.local_heads(slopes, -1)
 
     def _sink(self, context: ContextParallel | None, device: torch.device) -> Tensor | None:
-        """The score of a key without a value that the softmax has, for this rank's heads."""
+        """Return the score of the softmax's extra key without a value, for this rank's heads."""
         if self.softmax_type == "vanilla":
             return None
         offset, heads = self.softmax_offset, self.num_attention_heads_per_partition
