@@ -20,20 +20,20 @@ QKV_FORMATS = ("sbhd", "bshd", "thd")
 
 
 def to_heads_first(x: Tensor, qkv_format: str) -> Tensor:
-    """A view as ``[B, H, S, D]``; of thd, ``[1, H, T, D]``."""
+    """Return a view as ``[B, H, S, D]``, or for thd as ``[1, H, T, D]``."""
     if qkv_format == "thd":
         x = x.unsqueeze(0)
     return x.permute(1, 2, 0, 3) if qkv_format == "sbhd" else x.transpose(1, 2)
 
 
 def from_heads_first(x: Tensor, qkv_format: str) -> Tensor:
-    """``[B, H, S, D]`` as ``[S, B, H * D]`` or ``[B, S, H * D]``; for thd as ``[T, H * D]``."""
+    """Convert ``[B, H, S, D]`` to ``[S, B, H * D]``, ``[B, S, H * D]`` or ``[T, H * D]``."""
     x = x.permute(2, 0, 1, 3) if qkv_format == "sbhd" else x.transpose(1, 2)
     return x.flatten(2).squeeze(0) if qkv_format == "thd" else x.flatten(2)
 
 
 def padding_from_lengths(lengths: Tensor, size: int) -> Tensor:
-    """``[B, size]`` bool, True from each length on.
+    """Return a padding mask, ``[B, size]`` bool, which is True from each length on.
 
     >>> padding_from_lengths(torch.tensor([1, 3]), 3)
     tensor([[False,  True,  True],
@@ -43,21 +43,21 @@ def padding_from_lengths(lengths: Tensor, size: int) -> Tensor:
 
 
 class Sizes(NamedTuple):
-    """How many sequences a call of sbhd or bshd has, and how long they are."""
+    """The number of sequences of an sbhd or bshd call, and their lengths."""
 
     B: int
     Sq: int
-    """Queries of each."""
+    """The number of queries of each sequence."""
     Sk: int
-    """Keys of each."""
+    """The number of keys of each sequence."""
 
 
 def sizes_of(query: Tensor, key: Tensor, qkv_format: str, ranks: int = 1) -> Sizes:
-    """The sizes of a call on these tensors; of thd, B is 1 and the others count all tokens.
+    """Return the sizes of a call on these tensors; for thd, B is 1, and Sq and Sk count all tokens.
 
     Args:
-        query: in ``qkv_format``, with any dimensions behind those of sequences and tokens.
-        ranks: how many context-parallel ranks share the tokens.
+        query: in ``qkv_format``, with any dimensions after those of sequences and tokens.
+        ranks: the number of context-parallel ranks that share the tokens.
     """
     if qkv_format == "thd":
         return Sizes(1, query.shape[0] * ranks, key.shape[0] * ranks)
@@ -66,7 +66,7 @@ def sizes_of(query: Tensor, key: Tensor, qkv_format: str, ranks: int = 1) -> Siz
 
 
 class Packed(NamedTuple):
-    """Where the sequences of a thd tensor lie."""
+    """The positions of the sequences in a thd tensor."""
 
     starts: Tensor
     """``[B]``, first token of each sequence."""
@@ -74,11 +74,11 @@ class Packed(NamedTuple):
     """``[B]``."""
     longest: int
     cu_seqlens: Tensor | None
-    """``[B + 1]``, cumulative lengths, if each sequence starts behind the one before it."""
+    """``[B + 1]``, cumulative lengths, if there are no gaps between sequences."""
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, padded: Tensor | None, longest: int | None) -> Packed:
-        """Make it from cumulative lengths; ``padded`` has those of sequences with gaps between."""
+        """Convert cumulative lengths; ``padded`` are those that include gaps after sequences."""
         lengths = cu_seqlens[1:] - cu_seqlens[:-1]
         if longest is None:
             longest = int(lengths.max()) if lengths.numel() else 0
@@ -87,11 +87,11 @@ class Packed(NamedTuple):
         return cls(padded[:-1], lengths, longest, None)
 
     def padding(self) -> Tensor:
-        """``[B, longest]`` bool, True behind the end of a sequence."""
+        """Return a mask, ``[B, longest]`` bool, which is True after the end of a sequence."""
         return padding_from_lengths(self.lengths, self.longest)
 
     def places(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Each token's sequence, its position there, and whether it is of none, ``[tokens]``."""
+        """Return each token's sequence, its position there, and whether it has no sequence."""
         token = torch.arange(tokens, device=self.starts.device)
         stops = self.starts + self.lengths
         sequence = torch.bucketize(token, stops, right=True).clamp(max=stops.shape[0] - 1)
@@ -99,23 +99,23 @@ class Packed(NamedTuple):
         return sequence, position, (position < 0) | (position >= self.lengths[sequence])
 
     def shape_of_rows(self, x: Tensor) -> Tensor:
-        """A tensor of the shape of ``unpack(x)``, for questions that need no values."""
+        """Return a tensor with the shape of ``unpack(x)`` but no values."""
         return x.new_empty(1).expand(self.starts.shape[0], x.shape[1], self.longest, x.shape[3])
 
     def unpack(self, x: Tensor) -> Tensor:
-        """``[1, H, T, D]`` as ``[B, H, longest, D]``, 0 behind a sequence's end."""
+        """Convert ``[1, H, T, D]`` to ``[B, H, longest, D]``, with 0 after a sequence's end."""
         x = x[0].transpose(0, 1)
         positions = torch.arange(self.longest, device=x.device)
         index = (self.starts.view(-1, 1) + positions).clamp(max=max(x.shape[0] - 1, 0))
-        if not x.shape[0]:  # a row for the indices; a result without a graph has no backward
+        if not x.shape[0]:  # indexing needs a row, and the result must keep its autograd graph
             x = F.pad(x, (0, 0, 0, 0, 0, 1))
-        # There may be anything, and 0 * inf is not 0.
+        # Memory after a sequence's end may hold any values, and 0 * inf is not 0.
         return x[index].masked_fill(self.padding()[:, :, None, None], 0.0).transpose(1, 2)
 
     def pack(self, x: Tensor, tokens: int) -> Tensor:
-        """``[B, H, longest, D]`` as ``[1, H, tokens, D]``; tokens of no sequence are 0."""
+        """Convert ``[B, H, longest, D]`` to ``[1, H, tokens, D]``; tokens of no sequence are 0."""
         heads, rows = x.shape[1], x.transpose(1, 2).flatten(2)
-        # Behind a sequence's end everything goes to one row too many, which is cut off.
+        # Values after a sequence's end go to an extra last row, which is cut off.
         index = self.starts.view(-1, 1) + torch.arange(self.longest, device=x.device)
         index = torch.where(self.padding(), tokens, index).view(-1)
         out = rows.new_zeros(tokens + 1, rows.shape[-1])

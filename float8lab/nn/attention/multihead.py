@@ -31,11 +31,11 @@ from float8lab.nn.parameters import GetRngStateTracker, InitMethod, normal_init,
 __all__ = ["MultiheadAttention", "RotaryArgument"]
 
 RotaryArgument = Tensor | tuple[Tensor, Tensor] | None
-"""Angles of ``RotaryPositionEmbedding``: of queries and keys, or a pair."""
+"""Angles of ``RotaryPositionEmbedding`` for queries and keys together, or a pair of angles."""
 
 
 class L2Normalization(nn.Module):
-    """``x / sqrt(sum(x ** 2) + eps)`` over the last dimension; the arguments are RMSNorm's."""
+    """Computes ``x / sqrt(sum(x ** 2) + eps)`` over the last dimension; arguments as in RMSNorm."""
 
     def __init__(self, hidden_size: int, eps: float, **unused: object) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ QK_NORMS: dict[str, Callable[..., nn.Module]] = {
 
 
 def _angles_of(rotary_pos_emb: RotaryArgument) -> tuple[Tensor, Tensor] | None:
-    """The angles of queries and of keys, if there are any."""
+    """Return the angles of queries and of keys, or None."""
     if rotary_pos_emb is None:
         return None
     pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
@@ -67,17 +67,17 @@ def _angles_of(rotary_pos_emb: RotaryArgument) -> tuple[Tensor, Tensor] | None:
     return pair
 
 
-def _rank_by_rank(
+def _init_by_ranks(
     init_method: InitMethod | None, sizes: Sequence[int], ranks: int
 ) -> Callable[[Tensor], Any] | None:
-    """``init_method`` for a weight whose rows lie rank by rank, and of a rank piece by piece."""
-    # It initialises the weight as one rank has it, piece by piece; the ranks share each piece.
+    """Wrap ``init_method`` for a weight whose rows go rank by rank, and within a rank by pieces."""
+    # It initialises the weight of a single rank, with rows by pieces, then shards each piece.
     if ranks == 1:
         return init_method
 
     def init(weight: Tensor) -> None:
         (init_method or normal_init)(weight)
-        if weight.shape[0] == sum(sizes):  # else it is what one rank has, not knowing which it is
+        if weight.shape[0] == sum(sizes):  # else it is a shard, whose rank is unknown here
             pieces = [piece.chunk(ranks) for piece in weight.split(list(sizes))]
             weight.copy_(torch.cat([piece[r] for r in range(ranks) for piece in pieces]))
 
@@ -87,7 +87,7 @@ def _rank_by_rank(
 def _check_sizes(
     hidden_size: int, heads: int, groups: int | None, channels: int | None
 ) -> tuple[int, int, int]:
-    """Heads, groups and channels of attention, checked, with those that were not given."""
+    """Return heads, groups and channels of attention, checked and with their defaults."""
     heads = arguments.check_size("num_attention_heads", heads, minimum=1)
     channels = arguments.check_size("kv_channels", channels, minimum=1, optional=True)
     if channels is None:
@@ -104,9 +104,9 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
     """Query, key and value projections, attention, output projection; FP8 inside ``autocast``.
 
     Shape: input and output ``[S, B, hidden_size]`` (sbhd), ``[B, S, hidden_size]`` (bshd) or
-    ``[T, hidden_size]`` (thd). With ``sequence_parallel`` they, and ``encoder_output``, are a
-    rank's part of the first dimension; the attention in between is of the whole, for the heads of
-    the rank.
+    ``[T, hidden_size]`` (thd). With ``sequence_parallel`` they and ``encoder_output`` hold a
+    rank's shard of the first dimension; the attention in between takes all tokens, for the heads
+    of the rank.
 
     Submodules and parameters: ``qkv`` (``layernorm_qkv`` with ``input_layernorm``), in cross
     attention ``query_layer`` (``layernorm_query``) and ``key_value``; ``q_norm`` and ``k_norm``
@@ -118,11 +118,11 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         hidden_size: size of each token.
         num_attention_heads: query heads.
         kv_channels: size of a head; None is ``hidden_size / num_attention_heads``.
-        init_method: of the query, key and value weights; None is normal, standard deviation 0.023.
-        output_layer_init_method: of the weight of ``proj``.
-        layer_number: of the layer in its model, from 1; needed for ``inference_params``.
+        init_method: init method of query, key and value weights; None is normal, deviation 0.023.
+        output_layer_init_method: init method of the weight of ``proj``.
+        layer_number: the number of the layer in its model, from 1, for ``inference_params``.
         tp_group: the tensor-parallel ranks; None: ``set_tensor_parallel_group`` comes later.
-        tp_size: how many they are, if ``tp_group`` is None; ``num_gqa_groups`` must be a multiple.
+        tp_size: the number of these ranks, if ``tp_group`` is None; it divides ``num_gqa_groups``.
         num_gqa_groups: key/value heads; None is ``num_attention_heads``.
         fuse_wgrad_accumulation: as in ``Linear``; for the projections of query, key and value it
             needs ``fuse_qkv_params``.
@@ -134,25 +134,25 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         set_parallel_mode: shard the heads over the tensor-parallel ranks: the projections of
             query, key and value are column parallel, ``proj`` is row parallel. Without it every
             rank has all of the module.
-        fuse_qkv_params: one parameter for the three projections (two: key and value, in cross
-            attention).
-        qkv_weight_interleaved: with ``fuse_qkv_params``: rows of the weight lie group by group,
-            each group's query heads, key head and value head together; False: all queries, all
-            keys, all values (of a rank: its queries, its keys, its values). Without
+        fuse_qkv_params: a single parameter for the three projections (in cross attention for two:
+            key and value).
+        qkv_weight_interleaved: with ``fuse_qkv_params``, order the rows of the weight by groups,
+            with each group's query heads, key head and value head together. False: all queries, all
+            keys, all values (on a rank: its queries, its keys, its values). Without
             ``fuse_qkv_params`` it is always False.
-        bias: of all projections.
-        rotary_pos_interleaved: as the rotary angles were made.
+        bias: whether all projections have biases.
+        rotary_pos_interleaved: whether the rotary angles are interleaved.
         qk_norm_type: norm of each query and key head: ``L2Normalization``, ``RMSNorm``,
-            ``LayerNorm`` or None. Gradients of its parameters are a rank's part of a sum where the
-            ranks have heads of their own, as with ``sequence_parallel``.
-        qk_norm_eps: of that norm.
+            ``LayerNorm`` or None. Its parameters have partial gradients if ranks have different
+            heads, as with ``sequence_parallel``.
+        qk_norm_eps: the epsilon of that norm.
         qk_norm_before_rope: normalize before the rotary embedding, not after it.
 
     The other arguments are those of ``DotProductAttention``, and of ``LayerNormLinear`` with
     ``layernorm_epsilon`` for ``eps``.
 
     Raises:
-        ValueError: sizes or names that do not belong together.
+        ValueError: sizes or names do not fit together.
 
     >>> attention = float8lab.MultiheadAttention(64, 4, qkv_format="bshd", device="cpu")
     >>> attention(torch.randn(2, 5, 64)).shape
@@ -289,7 +289,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         self.register_load_state_dict_pre_hook(parallel.ignore_extra_state)
 
     def _add_projections(self, options: dict[str, Any], with_norm: dict[str, Any]) -> None:
-        """Add the layers of queries, keys and values, the first ``with_norm``."""
+        """Add the projections; the first one has the options ``with_norm``."""
         q_size = self.num_attention_heads * self.kv_channels
         keys_and_values = dict.fromkeys(("key", "value"), self.num_gqa_groups * self.kv_channels)
         if self.attention_type == "self":
@@ -301,7 +301,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         self.key_value = self._projection(options, **keys_and_values)
 
     def _projection(self, options: dict[str, Any], **sizes: int) -> Linear | LayerNormLinear:
-        """The layer with these arguments that makes tensors of these sizes, by name."""
+        """Make the layer with these options whose output has pieces of these sizes, by name."""
         kind: type[Linear | LayerNormLinear] = (
             LayerNormLinear if "normalization" in options else Linear
         )
@@ -310,14 +310,14 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             return kind(self.hidden_size, sum(pieces), parameters_split=sizes, **options)
         if self.qkv_weight_interleaved:
             return kind(self.hidden_size, sum(pieces), **options)
-        init_method = _rank_by_rank(options["init_method"], pieces, self.tp_size)
+        init_method = _init_by_ranks(options["init_method"], pieces, self.tp_size)
         layer = kind(self.hidden_size, sum(pieces), **{**options, "init_method": init_method})
         layer._joined = tuple(size // self.tp_size for size in pieces)
         layer.set_tensor_parallel_group(self.tp_group)
         return layer
 
     def reset_parameters(self) -> None:
-        """Initialise the projections, as ``Linear.reset_parameters`` does."""
+        """Initialise the projections, like ``Linear.reset_parameters``."""
         reset_children(self)
         self.core_attention.to(self.proj.weight.device)
 
@@ -342,20 +342,20 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
     ) -> Any:
-        """Attend.
+        """Compute attention with its projections.
 
         Args:
-            hidden_states: in ``qkv_format``, ``hidden_size`` last.
+            hidden_states: the tokens in ``qkv_format``, ``hidden_size`` last.
             encoder_output: in cross attention, the source of keys and values.
             is_first_microbatch: as in ``Linear.forward``.
             inference_params: key/value cache, in self attention only.
-            rotary_pos_emb: angles from position 0 on, for as many positions as are reached.
+            rotary_pos_emb: angles from position 0 on, for all positions that the call reaches.
 
         The other arguments are those of ``DotProductAttention.forward``.
 
         Returns:
-            The output; or a tuple of it, the bias of ``proj`` if ``return_bias``, and the input
-            norm's output if ``return_layernorm_output``.
+            The output; or a tuple of the output, the bias of ``proj`` with ``return_bias``, and the
+            input norm's output with ``return_layernorm_output``.
         """
         arguments.check_flags(
             checkpoint_core_attention=checkpoint_core_attention, fast_zero_fill=fast_zero_fill
@@ -384,7 +384,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             if not are_same or self.attention_type == "cross":
                 waves = self._waves_of(key, angles[1], inference_params, cu_seqlens_k)
             key = self._rotate(key, waves)
-            # A view would keep the memory of what has been rotated until backward.
+            # A view would keep the memory of the unrotated query and key until backward.
             value = value.contiguous() if torch.is_grad_enabled() else value
         if not self.qk_norm_before_rope:
             query, key = self._normalized(query, key)
@@ -409,8 +409,8 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         angles: tuple[Tensor, Tensor] | None = None,
         bias: BiasArguments = ("no_bias", None, None), mask_name: str = "attention_mask",
     ) -> None:  # fmt: skip
-        """Raise for arguments that a call does not take; nothing has changed by then.
-        ``angles`` are ``rotary_pos_emb`` of queries and keys; the others as in
+        """Raise for arguments that a call does not take, before any state changes.
+        ``angles`` are ``rotary_pos_emb`` for queries and keys; the others are those of
         ``DotProductAttention.check_arguments``.
         """
         if self.attention_type == "cross" and inference_params is not None:
@@ -441,7 +441,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
                 rotary.check_positions("rotary_pos_emb", freqs, reached)
 
     def _check_encoder_output(self, hidden_states: Tensor, encoder_output: Tensor | None) -> Tensor:
-        """The tensor that keys and values are made of."""
+        """Return the tensor that keys and values are computed from, or raise."""
         if self.attention_type == "self":
             if encoder_output is not None:
                 got = arguments.shown(encoder_output)
@@ -462,7 +462,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
     def _project(
         self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-        """Query, key and value, one head a row, and the norm's output if it is to be returned."""
+        """Return query, key and value by heads, and the norm's output if the call returns it."""
         core, is_self = self.core_attention, self.attention_type == "self"
         H, G = core.num_attention_heads_per_partition, core.num_gqa_groups_per_partition
         if self.input_layernorm:
@@ -479,7 +479,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         return (mixed.unflatten(-1, (H, self.kv_channels)), keys, values), normed
 
     def _split(self, mixed: Tensor, *heads: int) -> Sequence[Tensor]:
-        """The parts of a projection's output, which have so many heads each, as views."""
+        """Split a projection's output into views, each with the given number of heads."""
         heads_last = mixed.unflatten(-1, (sum(heads), self.kv_channels))
         if not self.qkv_weight_interleaved:
             return heads_last.split(heads, dim=-2)
