@@ -1,4 +1,4 @@
-"""Bring the arguments of an attention call to one form: heads first, one dtype, one mask.
+"""Resolve the arguments of an attention call: heads first, a common dtype, a single mask.
 
 B batch, H query heads, Sq queries, Sk keys.
 """
@@ -31,16 +31,16 @@ _PARTS = ("query_layer", "key_layer", "value_layer")
 
 
 class Rules(NamedTuple):
-    """The rules of a call: its own arguments or, where it has none, those of its module."""
+    """The rules of a call: its own arguments, or by default the arguments of its module."""
 
     qkv_format: str
     mask_type: str
-    """Canonical."""
+    """The canonical name of the mask type."""
     window: tuple[int, int]
 
 
 class Lengths(NamedTuple):
-    """The arguments of a call that say how long its sequences are."""
+    """The arguments of a call that give the lengths of its sequences."""
 
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_kv: Tensor | None = None
@@ -51,24 +51,24 @@ class Lengths(NamedTuple):
 
     @property
     def cu_seqlens_of_keys(self) -> Tensor | None:
-        """The cumulative lengths of the keys' sequences, which may be those of the queries'."""
+        """The cumulative lengths of the keys' sequences, by default those of the queries."""
         return self.cu_seqlens_q if self.cu_seqlens_kv is None else self.cu_seqlens_kv
 
     @property
     def padded_of_keys(self) -> Tensor | None:
-        """Where the keys' sequences start, if there are tokens between them."""
-        are_of_queries = self.cu_seqlens_kv is None and self.cu_seqlens_kv_padded is None
-        return self.cu_seqlens_q_padded if are_of_queries else self.cu_seqlens_kv_padded
+        """The starts of the keys' sequences, if there are unused tokens between sequences."""
+        follow_queries = self.cu_seqlens_kv is None and self.cu_seqlens_kv_padded is None
+        return self.cu_seqlens_q_padded if follow_queries else self.cu_seqlens_kv_padded
 
     def starts(self) -> tuple[Tensor | None, Tensor | None]:
-        """Where the sequences of queries, and of keys, start in a thd call."""
+        """Return where the sequences of queries and of keys start in a thd call."""
         lengths = self.cu_seqlens_q, self.cu_seqlens_of_keys
         pairs = zip(lengths, (self.cu_seqlens_q_padded, self.padded_of_keys), strict=True)
         queries, keys = (n if padded is None else padded for n, padded in pairs)
         return queries, keys
 
     def packed(self) -> tuple[Packed, Packed]:
-        """Where the sequences of queries, and of keys, lie in a thd call."""
+        """Return the positions of the sequences of queries and of keys in a thd call."""
         queries, keys = (cast(Tensor, x) for x in (self.cu_seqlens_q, self.cu_seqlens_of_keys))
         packed = Packed.of(queries, self.cu_seqlens_q_padded, self.max_seqlen_q)
         padded, longest = self.padded_of_keys, self.max_seqlen_kv
@@ -88,31 +88,31 @@ class Given(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A call of ``DotProductAttention``, its arguments resolved and heads first."""
+    """A call of ``DotProductAttention`` with resolved arguments and heads first."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     problem: Problem
     leave: Callable[[Tensor], Tensor] | None = None
-    """From results for this rank's heads to those of its tokens, where ranks share sequences."""
+    """Converts results of this rank's heads to its tokens' results, if ranks share sequences."""
     attend: Callable[[Tensor], Tensor] | None = None
-    """What the queries attend to in place of k and v: a cache, as it lies in memory."""
+    """Computes the attention of queries to the pages of a cache, which replaces k and v."""
     repack: Callable[[Tensor], Tensor] | None = None
-    """From results of padded sequences to those of packed ones, where a cache pads them."""
+    """Converts results of padded sequences to packed sequences, if a cache has padded them."""
 
 
 def unpacked(
     qkv: tuple[Tensor | None, Tensor | None, Tensor | None], qkv_layer: Tensor | None,
     kv_layer: Tensor | None, dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Query, key and value of a call that may pass some of them in one tensor, as views of it."""
+    """Return query, key and value of a call, as views if the call packs them into a tensor."""
     if not isinstance(dim, int) or dim not in (-3, -2):
         raise ValueError(
             f"qkv_interleave_dim must be -3 or -2; got {shown(dim)}. Count from the last dimension."
         )
-    given = {**dict(zip(_PARTS, qkv, strict=True)), "kv_layer": kv_layer, "qkv_layer": qkv_layer}
-    names = tuple(name for name, x in given.items() if x is not None)
+    tensors = {**dict(zip(_PARTS, qkv, strict=True)), "kv_layer": kv_layer, "qkv_layer": qkv_layer}
+    names = tuple(name for name, x in tensors.items() if x is not None)
     if names == _PARTS:
         return qkv  # type: ignore[return-value]  # none of them is None
     if names not in (("query_layer", "kv_layer"), ("qkv_layer",)):
@@ -121,7 +121,7 @@ def unpacked(
             f"qkv_layer alone; got {', '.join(names) or 'none'}. Pass each part once."
         )
     name, count = names[-1], 2 if qkv_layer is None else 3
-    packed = cast(Tensor, given[name])
+    packed = cast(Tensor, tensors[name])
     check_tensor(name, packed)
     if packed.ndim not in (4, 5) or packed.shape[dim] != count:
         raise ValueError(
@@ -134,7 +134,7 @@ def unpacked(
 def check_tensors(
     qkv: tuple[Tensor, Tensor, Tensor], heads_and_channels: list[tuple[int, int]], qkv_format: str
 ) -> None:
-    """Raise unless query, key and value belong together, with these heads and channels last."""
+    """Raise unless query, key and value fit together and have these heads and channels last."""
     ndim = 3 if qkv_format == "thd" else 4
     for name, x, (heads, channels) in zip(_PARTS, qkv, heads_and_channels, strict=True):
         check_floating(name, x)
@@ -171,14 +171,14 @@ def check_tensors(
 
 
 def tensors_of(qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Ordinary tensors of one dtype, that of torch.autocast if it is active."""
+    """Convert query, key and value to ordinary tensors of the dtype in which attention runs."""
     dtype = output_dtype(qkv[0])
     q, k, v = ((x.dequantize() if isinstance(x, Float8Tensor) else x).to(dtype) for x in qkv)
     return q, k, v
 
 
 def is_plain(rules: Rules, *given: object) -> bool:
-    """Whether a mask, lengths and the like are all None, and the rules of the call need none."""
+    """Whether mask, lengths and the like are all None, and the rules of the call allow that."""
     if any(x is not None for x in given) or rules.qkv_format == "thd":
         return False
     return rules.mask_type != "arbitrary" and "padding" not in rules.mask_type
@@ -188,10 +188,10 @@ def check_masking(
     given: Given, attention_type: str, sizes: Sizes | None, *, heads: int, uses_every_mask: bool,
     name: str = "attention_mask",
 ) -> None:  # fmt: skip
-    """Raise for a mask or lengths that the mask type and the format do not take.
+    """Raise for a mask or lengths that the mask type or the format does not take.
 
-    ``sizes`` and ``name`` are as in ``DotProductAttention.check_arguments``, with the keys in the
-    cache; with ``uses_every_mask`` a mask that the mask type does not use may have any shape.
+    ``sizes`` and ``name`` are as in ``DotProductAttention.check_arguments``, but ``sizes`` include
+    the keys in the cache. With ``uses_every_mask`` a mask that is not used may have any shape.
     """
     rules, attention_mask, lengths, _, inference_params = given
     masks.check_mask_types(name, attention_mask)
@@ -214,7 +214,7 @@ def check_masking(
         return
     if has_lengths:
         _check_lengths_beside_shapes(rules, attention_type, sizes, lengths)
-    if sizes is None or step is not None or has_lengths:  # which only a padding mask type takes
+    if sizes is None or step is not None or has_lengths:  # lengths imply a padding mask type
         return
     if "padding" in mask_type:
         if inference_params is not None and isinstance(attention_mask, Tensor):
@@ -229,7 +229,7 @@ def check_masking(
 def _check_packed(
     mask_type: str, attention_type: str, lengths: Lengths, sizes: Sizes | None
 ) -> None:
-    """Raise unless the lengths of a thd call lie in its tokens."""
+    """Raise unless the lengths of a thd call fit its tokens."""
     if "padding" not in mask_type:
         raise ValueError(
             "attn_mask_type must be padding, padding_causal or padding_causal_bottom_right for "
@@ -238,9 +238,9 @@ def _check_packed(
     keys = lengths.cu_seqlens_of_keys if attention_type == "self" else lengths.cu_seqlens_kv
     counts, sides = [], (lengths.cu_seqlens_q, keys)
     columns = zip(("q", "kv"), sides, lengths[2:4], lengths[4:], strict=True)
-    for i, (side, given, padded, longest) in enumerate(columns, start=1):
+    for i, (side, cu_seqlens, padded, longest) in enumerate(columns, start=1):
         name, tokens = f"cu_seqlens_{side}", None if sizes is None else sizes[i]
-        offsets = check_lengths(name, given, why="qkv_format='thd'", tokens=tokens)
+        offsets = check_lengths(name, cu_seqlens, why="qkv_format='thd'", tokens=tokens)
         counts.append(offsets.shape[0])
         if padded is not None:
             check_lengths(f"{name}_padded", padded, why="padding", tokens=tokens)
@@ -261,7 +261,7 @@ def _check_packed(
 
 
 def _check_room(name: str, offsets: Tensor, padded: Tensor) -> None:
-    """Raise if a sequence is longer than from its start to that of the next one."""
+    """Raise if a sequence is longer than the distance from its start to the next start."""
     if padded.shape != offsets.shape or not (has_values(padded) and has_values(offsets)):
         return
     lengths, rooms = offsets.diff(), padded.diff()
@@ -275,20 +275,20 @@ def _check_room(name: str, offsets: Tensor, padded: Tensor) -> None:
 def _check_lengths_beside_shapes(
     rules: Rules, attention_type: str, sizes: Sizes | None, lengths: Lengths
 ) -> None:
-    """Raise for lengths that a call of sbhd or bshd, whose shape has them too, does not take."""
-    for name, given in zip(Lengths._fields[:4], lengths[:4], strict=True):
+    """Raise for lengths that an sbhd or bshd call, whose shapes have lengths too, does not take."""
+    for name, cu_seqlens in zip(Lengths._fields[:4], lengths[:4], strict=True):
         is_padded, takes_lengths = name.endswith("_padded"), "padding" in rules.mask_type
-        check_tensor(name, given, optional=True)
-        if given is not None and (is_padded or not takes_lengths):
+        check_tensor(name, cu_seqlens, optional=True)
+        if cu_seqlens is not None and (is_padded or not takes_lengths):
             raise ValueError(
                 f"{name} must be None for qkv_format={rules.qkv_format!r} and the mask type "
-                f"{rules.mask_type!r}; got {shown(given)}. "
+                f"{rules.mask_type!r}; got {shown(cu_seqlens)}. "
                 f"{'Leave it out' if is_padded else 'Set a padding mask type to use it'}."
             )
     keys = lengths.cu_seqlens_of_keys if attention_type == "self" else lengths.cu_seqlens_kv
     sides = zip(Lengths._fields[:2], (lengths.cu_seqlens_q, keys), strict=True)
-    for dim, (name, given) in enumerate(sides, start=1):
-        offsets = check_lengths(name, given, why="the lengths of both sides, queries and keys")
+    for dim, (name, cu_seqlens) in enumerate(sides, start=1):
+        offsets = check_lengths(name, cu_seqlens, why="the lengths of both sides, queries and keys")
         if sizes is None:
             continue
         if offsets.shape[0] != sizes.B + 1:
@@ -306,11 +306,11 @@ def _check_lengths_beside_shapes(
 def mask_of(
     q: Tensor, Sk: int, given: Given, attention_type: str, packed: tuple[Packed, Packed] | None
 ) -> tuple[masks.AttentionMask, int | Tensor]:
-    """The mask of a call, and the ``Sk - Sq`` of each sequence; ``packed`` are those of thd."""
+    """Return the mask of a call and each sequence's ``Sk - Sq``; ``packed`` is for thd."""
     (mask_type, window), attention_mask = given.rules[1:], given.attention_mask
     cache, (B, heads, Sq, _) = given.inference_params, q.shape
     sequences = None if cache is None else cache.sequences(q.device)
-    # With a cache, query 0 stands behind what was cached, whatever the rows' padding.
+    # With a cache, query 0 comes after the cached keys, regardless of the rows' padding.
     diagonal: int | Tensor | None = None if cache is None else Sk - Sq
     padding = arbitrary = None
     if packed is not None:
@@ -329,7 +329,7 @@ def mask_of(
             "padding mask type or 'arbitrary' to use it.",
             stacklevel=2,
         )
-    if given.rules.qkv_format == "thd":  # whose sequences are known now
+    if given.rules.qkv_format == "thd":  # the number of its sequences is known by now
         check_bias_shape(*given.bias[1:], (B, heads, Sq, Sk))
     mask = masks.make_mask(
         mask_type, window, Sq, Sk, padding=padding, arbitrary=arbitrary, diagonal=diagonal,
@@ -341,7 +341,7 @@ def mask_of(
 
 
 def _padding_of(given: Given, attention_type: str, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """Which queries, and which keys, are padding by the lengths or the mask of an sbhd call."""
+    """Return which queries and keys are padding, by the lengths or the mask of an sbhd call."""
     queries, keys = given.lengths.cu_seqlens_q, given.lengths.cu_seqlens_of_keys
     B, Sq, Sk = sizes
     if queries is not None and keys is not None:
