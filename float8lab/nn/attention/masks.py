@@ -1,8 +1,8 @@
 """Masks, which say what keys a query may see.  B batch, H heads, Sq queries, Sk keys.
 
-Query ``i`` of a sequence stands at key position ``i + diagonal``. A sliding window ``(left,
-right)`` lets it see the keys from ``left`` before that position to ``right`` after it, -1 meaning
-all of that side; a causal mask is ``right = 0``. Padding and arbitrary masks come on top.
+Query ``i`` of a sequence has the key position ``i + diagonal``. A sliding window ``(left, right)``
+lets it see the keys from ``left`` before that position to ``right`` after it, where -1 means all
+keys of that side; a causal mask has ``right = 0``. Padding and arbitrary masks hide further keys.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MaskArgument = Tensor | tuple[Tensor, Tensor] | None
 
 
 def canonical_mask_type(mask_type: str, argument: str = "attn_mask_type") -> str:
-    """The one spelling of a mask type: ``"padding,causal"`` is ``"padding_causal"``.
+    """Return the canonical spelling of a mask type: ``"padding,causal"`` is ``"padding_causal"``.
 
     >>> canonical_mask_type("causal,padding"), canonical_mask_type("padding_causal")
     ('padding_causal', 'padding_causal')
@@ -47,7 +47,7 @@ def canonical_mask_type(mask_type: str, argument: str = "attn_mask_type") -> str
 def window_of(
     mask_type: str, window_size: Sequence[int] | None, argument: str = "window_size"
 ) -> tuple[int, int]:
-    """The window that a mask type and a ``window_size`` make together, -1 for no limit.
+    """Return the window that a mask type and a ``window_size`` imply; -1 is no limit.
 
     >>> window_of("causal", None), window_of("causal", (128, 128)), window_of("no_mask", (4, 2))
     ((-1, 0), (128, 0), (4, 2))
@@ -66,46 +66,46 @@ def window_of(
 
 
 class AttentionMask(NamedTuple):
-    """The mask of one call, in the terms of this file's first lines."""
+    """The mask of a call; the first lines of this file define its terms."""
 
     left: int = -1
     right: int = -1
     diagonal: int | Tensor = 0
-    """One number, or ``[B]``, where the sequences differ in where their queries stand."""
+    """A number, or ``[B]`` if the positions of queries differ between sequences."""
     q_padding: Tensor | None = None
     """``[B, Sq]`` bool, True where the query is padding: its output is 0."""
     kv_padding: Tensor | None = None
     """``[B, Sk]`` bool, True where the key is padding."""
     arbitrary: Tensor | None = None
-    """Bool, broadcasts to ``[B, H, Sq, Sk]``, True where masked out."""
+    """A bool mask that broadcasts to ``[B, H, Sq, Sk]``, True where masked out."""
     pads_ends: bool = False
-    """Whether padding is surely behind the tokens of each sequence alone."""
+    """Whether padding certainly comes only after the tokens of each sequence."""
 
     @property
     def padded_queries(self) -> Tensor | None:
-        """``q_padding``, to broadcast to ``[B, H, Sq, D]``."""
+        """``q_padding`` in a shape that broadcasts to ``[B, H, Sq, D]``."""
         return None if self.q_padding is None else self.q_padding[:, None, :, None]
 
     @property
     def has_window(self) -> bool:
-        """Whether a side is limited, which a causal mask is."""
+        """Whether a side is limited, as with a causal mask."""
         return self.left >= 0 or self.right >= 0
 
     @property
     def lets_all(self) -> bool:
-        """Whether every query surely sees every key."""
+        """Whether every query certainly sees every key."""
         return self.kv_padding is None and self.arbitrary is None and not self.has_window
 
     @property
     def lets_tokens_be_packed(self) -> bool:
-        """Whether it says the same of what is not padding, as packed sequences of its own."""
+        """Whether the mask stays the same if the tokens without padding are packed."""
         is_shared = self.q_padding is self.kv_padding
         if self.pads_ends:
             return is_shared or isinstance(self.diagonal, Tensor)
         return is_shared and self.left < 0 and self.right == 0
 
     def leaves_no_query_blind(self, Sq: int, Sk: int) -> bool:
-        """Whether every query surely sees some key, as the numbers alone tell."""
+        """Whether every query certainly sees some key, as far as numbers on the host tell."""
         if self.kv_padding is not None or self.arbitrary is not None:
             return False
         if not self.has_window:
@@ -121,15 +121,15 @@ class AttentionMask(NamedTuple):
         """Whether the mask is a square lower triangle and nothing else."""
         if self.kv_padding is not None or self.arbitrary is not None:
             return False
-        # Branches, not one expression: a compiled graph's sizes would make it symbolic.
+        # These are branches, since a compiled graph's sizes would make an expression symbolic.
         if isinstance(self.diagonal, Tensor) or Sq != Sk or self.diagonal != 0:
             return False
         return self.left < 0 and self.right == 0
 
     def allowed(self, Sq: int, Sk: int, device: torch.device) -> Tensor | None:
-        """True where a key may be seen, broadcasting to ``[B, H, Sq, Sk]``; None lets all.
+        """Return True where a key may be seen, to broadcast to ``[B, H, Sq, Sk]``; None for all.
 
-        Padding of queries is not part of it: their output is zeroed instead.
+        The result ignores padding of queries, whose output is zeroed instead.
         """
         conditions = []
         if self.has_window:
@@ -149,7 +149,7 @@ NO_MASK = AttentionMask()
 
 
 def distances(diagonal: int | Tensor, Sq: int, Sk: int, device: torch.device) -> Tensor:
-    """How far key j lies before query i's own position, ``[1 or B, 1, Sq, Sk]``."""
+    """Return how far key j is before query i's own position, ``[1 or B, 1, Sq, Sk]``."""
     i = torch.arange(Sq, device=device).view(1, 1, Sq, 1)
     j = torch.arange(Sk, device=device).view(1, 1, 1, Sk)
     diagonals = diagonal.view(-1, 1, 1, 1) if isinstance(diagonal, Tensor) else diagonal
@@ -159,7 +159,7 @@ def distances(diagonal: int | Tensor, Sq: int, Sk: int, device: torch.device) ->
 def split_padding_mask(
     attention_mask: MaskArgument, attention_type: str, sizes: Sizes, name: str = "attention_mask"
 ) -> tuple[Tensor, Tensor]:
-    """The ``[B, Sq]`` and ``[B, Sk]`` masks in what ``check_mask_types`` let pass, for padding."""
+    """Return the padding masks ``[B, Sq]`` and ``[B, Sk]`` of an ``attention_mask``, or raise."""
     B, Sq, Sk = sizes
     if isinstance(attention_mask, Tensor) and attention_type == "self":
         masks = (attention_mask, attention_mask)
@@ -190,14 +190,14 @@ def split_padding_mask(
 
 
 def _is_padding_mask(mask: Tensor, B: int, size: int) -> bool:
-    """Whether a mask has the shape ``[B, 1, 1, size]``, or one row for all sequences."""
+    """Whether a mask has the shape ``[B, 1, 1, size]``, or a common row for all sequences."""
     fits = mask.ndim > 1 and mask.shape[-1] == size and mask.numel() == mask.shape[0] * size
-    # Dynamo does not find a number among sizes that are symbols.
+    # These are comparisons, for Dynamo does not evaluate ``in`` on symbolic sizes.
     return fits and (mask.shape[0] == 1 or mask.shape[0] == B)
 
 
 def check_arbitrary(name: str, mask: MaskArgument, scores: Sequence[int]) -> Tensor:
-    """The mask of type ``arbitrary``, with four dimensions, for ``scores`` ``[B, H, Sq, Sk]``."""
+    """Return an ``arbitrary`` mask with the four dimensions of ``scores``, or raise."""
     is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
     if not isinstance(mask, Tensor) or not is_mask or not broadcasts(mask.shape, scores):
         raise ValueError(
@@ -231,7 +231,7 @@ def check_mask_types(name: str, mask: MaskArgument) -> None:
 def check_unused_mask(
     name: str, mask: Tensor | tuple[Tensor, Tensor], heads: int, sizes: Sizes
 ) -> None:
-    """Raise if a mask beside a mask type that takes none has a shape that no mask type takes."""
+    """Raise if a mask that its mask type ignores has a shape that no mask type takes."""
     B, Sq, Sk = sizes
     if isinstance(mask, tuple):
         fits = _is_padding_mask(mask[0], B, Sq) and _is_padding_mask(mask[1], B, Sk)
@@ -252,15 +252,15 @@ def make_mask(
     padding: tuple[Tensor, Tensor] | None = None, arbitrary: Tensor | None = None,
     diagonal: int | Tensor | None = None, pads_ends: bool = False,
 ) -> AttentionMask:  # fmt: skip
-    """The mask of a call.
+    """Make the mask of a call.
 
     Args:
-        window: from ``window_of``.
+        window: the result of ``window_of``.
         padding: ``[B, Sq]`` and ``[B, Sk]``, True where padding.
-        diagonal: where query 0 stands among the keys; None is what the type says: 0 for ``causal``
-            and ``padding_causal`` (top-left corner), else such that the last query stands at the
-            last key (bottom-right corner; of the sequence without padding).
-        pads_ends: whether ``padding`` is of lengths.
+        diagonal: the key position of query 0. None follows the mask type: 0 for ``causal`` and
+            ``padding_causal`` (top-left corner); else the last query is at the last key
+            (bottom-right corner), not counting padding.
+        pads_ends: whether ``padding`` comes from lengths.
     """
     if diagonal is None:
         if mask_type in ("causal", "padding_causal"):
@@ -271,7 +271,7 @@ def make_mask(
             diagonal = Sk - Sq
     left, right = window
     if isinstance(diagonal, int):
-        # A limit that no query reaches is none.
+        # Remove a limit that no query reaches.
         left = -1 if left >= Sq - 1 + diagonal else left
         right = -1 if right >= Sk - 1 - diagonal else right
     q_padding, kv_padding = padding if padding is not None else (None, None)
@@ -279,5 +279,5 @@ def make_mask(
 
 
 def diagonal_of(padding: tuple[Tensor, Tensor]) -> Tensor:
-    """Where query 0 stands, ``[B]``, if the last query stands at the last key."""
+    """Return the key position of query 0, ``[B]``, such that the last query is at the last key."""
     return (~padding[1]).sum(1) - (~padding[0]).sum(1)
