@@ -31,38 +31,38 @@ _CACHE_DTYPES = (*HIGH_PRECISION_DTYPES, torch.float64, *FP8_DTYPES)
 class InferenceParams:
     """The key/value cache of a model, passed to each of its layers during generation.
 
-    Two ways to use it. *Rows in step*: every row of the batch has the same number of tokens. Call
-    the model on the prompt, add its length to ``sequence_len_offset``, call it on one more token,
-    add 1, and so on; the caller adjusts the offset after the whole model has run.
+    There are two ways to use it. *Rows in step*: every row of the batch has the same number of
+    tokens. Call the model on the prompt, add its length to ``sequence_len_offset``, call the model
+    on a further token, add 1, and so on; adjust the offset only after the full model has run.
 
     *Ragged*: before each call of the model, ``pre_step({name: tokens, ...})`` says which sequences
-    the rows of the batch are, in order, and how many tokens of each are given; shorter rows are
-    padded at the end, and their output there is 0; in thd they follow each other. A new name gets a
-    free row of the cache; a name that is missing from a step is finished, and its row becomes free.
+    the rows of the batch are, in order, and how many tokens each has. Shorter rows are padded at
+    the end, where their output is 0; thd has no such padding. A new name gets a free row of the
+    cache; a name that is missing from a step is finished, and its row becomes free.
 
     A paged cache has memory for ``total_num_pages * page_size`` positions in all, which sequences
-    take page by page as they grow, in place of ``max_sequence_length`` for each row.
+    take page by page as they grow, instead of ``max_sequence_length`` for each row.
 
-    A decoding step can be a CUDA graph: call ``pre_step`` and the model once, capture the model,
-    then call ``pre_step`` before each replay, with as many sequences and tokens.
+    A decoding step can be a CUDA graph: call ``pre_step`` and the model, capture the model, then
+    call ``pre_step`` before each replay, with the same number of sequences and tokens.
 
     Nothing in the cache has gradients. In both ways a causal mask is aligned to the end of the
     cached sequence.
 
     Args:
-        max_batch_size: rows of the cache.
-        max_sequence_length: positions of the cache.
+        max_batch_size: number of rows of the cache.
+        max_sequence_length: number of positions of the cache.
         cache_dtype: None is the dtype of the keys and values. ``torch.float8_e4m3fn`` or
             ``torch.float8_e5m2`` stores them in FP8, each head vector of each token with its own
             scale: 1 + 4 / D bytes an element, rounded to within 1/16 (e5m2: 1/8) of each value or
-            2^-18 (2^-32) of the head vector's largest, whichever is more.
+            2^-18 (2^-32) of the head vector's largest value, whichever is more.
         is_paged: keep sequences in pages.
-        page_size: positions of a page.
-        total_num_pages: of a layer; None is enough for all rows at their longest.
-        num_heads_kv: heads of keys and values, which layers tell; if given, theirs must be these.
+        page_size: number of positions of a page.
+        total_num_pages: number of pages of a layer; None is enough for all rows at full length.
+        num_heads_kv: heads of keys and values; if given, the layers must have as many.
         head_dim_k: the same for the head size of keys.
-        head_dim_v: the same for values.
-        dtype: of the cache, as ``cache_dtype``; at most one of them is given.
+        head_dim_v: the same for the head size of values.
+        dtype: another name for ``cache_dtype``; give at most one name.
 
     Attributes:
         sequence_len_offset: tokens in the cache, for rows in step.
@@ -117,16 +117,16 @@ class InferenceParams:
             check_size(name, size, minimum=1, optional=True)
         self._heads = sizes
         self.key_value_memory_dict: dict[int, tuple[Store, Store]] = {}
-        self._places: dict[tuple[torch.device, int, int], Places] = {}  # by sizes
+        self._places: dict[tuple[torch.device, int, int], Places] = {}  # by device and sizes
         self._sizes_in_graphs: set[tuple[torch.device, int, int]] = set()
         self.reset()
 
     def reset(self) -> None:
-        """Forget all sequences; the caches' memory is kept."""
+        """Forget all sequences but keep the caches' memory."""
         self.sequence_len_offset = self.batch_size_offset = 0
         self.step: Step | None = None
-        self._slots: dict[Hashable, tuple[int, int]] = {}  # row and tokens in it, by name
-        self._placed: dict[torch.device, Step] = {}  # the step that the places are of
+        self._slots: dict[Hashable, tuple[int, int]] = {}  # row and number of tokens, by name
+        self._placed: dict[torch.device, Step] = {}  # the step whose places each device has
         rows, longest = self.max_batch_size, self.max_sequence_length
         self._pages = Pages(rows, longest, self.page_size, self.total_num_pages)
         if not self.is_paged:  # row i has page i
@@ -141,7 +141,7 @@ class InferenceParams:
         """Say which sequences the next call of the model holds, and how many tokens of each.
 
         Raises:
-            ValueError: more sequences than rows, or a sequence longer than the cache.
+            ValueError: there are more sequences than rows, or a sequence is longer than the cache.
         """
         check_instance("tokens", tokens, Mapping, "a mapping of names to numbers of tokens")
         tokens = {name: check_size(f"tokens[{name!r}]", n) for name, n in tokens.items()}
@@ -169,19 +169,19 @@ class InferenceParams:
         self._pages.take(self._pages.missing("tokens", step, finished), finished)
         self.step = step
         self._slots = dict(zip(tokens, zip(slots, step.totals, strict=True), strict=True))
-        self._placed.clear()  # an equal step before may have had other pages
+        self._placed.clear()  # an equal earlier step may have had other pages
         for device in {device for device, *_ in self._places}:
             self._places_on(device, step)
         return step
 
     def _places_on(self, device: torch.device, step: Step) -> Places:
-        """Where a step's sequences and tokens lie, in tensors that graphs of its sizes read."""
+        """Return the places of a step, in the tensors that CUDA graphs of its sizes read."""
         key = device, len(step.slots), sum(step.lengths)
         if self._placed.get(device) == step:
             return self._places[key]
         rows, before, lengths = (torch.tensor(x, dtype=torch.long, device="cpu") for x in step)
         number, stops = torch.arange(key[2], device="cpu"), lengths.cumsum(0)
-        # Not repeat_interleave: it wakes all threads of a CPU, which has taken 4 ms.
+        # repeat_interleave would wake all threads of a CPU, which has taken 4 ms.
         row = torch.bucketize(number, stops, right=True)
         token = number - (stops - lengths)[row]
         position = before[row] + token
@@ -199,14 +199,14 @@ class InferenceParams:
         return self._places[key]
 
     def sequences(self, device: torch.device) -> Tensor | None:
-        """``[3, B]``: each row of the cache, tokens in it before the call, and in the call.
+        """Return ``[3, B]``: each sequence's row, its tokens before the call, and its new tokens.
 
-        None for rows in step.
+        The result is None for rows in step.
         """
         return None if self.step is None else self._places_on(device, self.step).sequences
 
     def packed(self, device: torch.device) -> Packed:
-        """Where the sequences lie in the tokens of a thd call, which follows ``pre_step``."""
+        """Return the positions of sequences in the tokens of a thd call, after ``pre_step``."""
         step = self.step or Step((), (), ())
         lengths = self._places_on(device, step).sequences[2].long()
         return Packed(lengths.cumsum(0) - lengths, lengths, max((0, *step.lengths)), None)
@@ -214,12 +214,12 @@ class InferenceParams:
     def swap_key_value_dict(self, batch_indices: Tensor | Sequence[int]) -> None:
         """Reorder the rows of all caches, for beam search: row i becomes ``batch_indices[i]``.
 
-        It takes the length of that sequence, too, where ``pre_step`` was told of several lengths.
+        After ``pre_step`` with several lengths, row i also gets the length of that sequence.
 
         Raises:
-            TypeError: ``batch_indices`` are no integers.
-            ValueError: there are more of them than rows, or some are no rows; of a tensor on a GPU
-                the values are not looked at.
+            TypeError: ``batch_indices`` are not integers.
+            ValueError: there are more indices than rows, or some are not rows, which is not checked
+                for a tensor on a GPU.
         """
         rows = batch_indices
         if not isinstance(rows, Tensor):
@@ -238,7 +238,7 @@ class InferenceParams:
                 "Make a larger cache, or check the indices."
             )
         count, pages = rows.shape[0], self._pages
-        held = {len(of_row) for of_row in (*filter(None, pages.of_rows), *pages.of_rows[:count])}
+        held = {len(row) for row in (*filter(None, pages.of_rows), *pages.of_rows[:count])}
         if len(held) > 1:
             raise ValueError(
                 "batch_indices must be rows that hold equally many pages; got rows of "
@@ -249,25 +249,25 @@ class InferenceParams:
                 table = pages.table[:, : min(held, default=0)].long().to(store.data.device)
                 store.copy_pages(table[rows.to(store.data.device)], table[:count])
         lengths = dict(self._slots.values())
-        if len(set(lengths.values())) > 1:  # else a GPU need not be asked for the rows
+        if len(set(lengths.values())) > 1:  # otherwise there is no need to read rows from a GPU
             lengths |= {row: lengths.get(n, 0) for row, n in enumerate(rows.tolist())}
             self._slots = {name: (row, lengths[row]) for name, (row, _) in self._slots.items()}
 
     def append(self, layer_number: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a call's keys and values to a layer's cache, and return what it now holds.
+        """Add a call's keys and values to a layer's cache, and return its contents.
 
         Args:
             k: ``[B, G, S, D]``.
             v: ``[B, G, S, Dv]``.
 
         Returns:
-            ``[B, G, S', D]`` and ``[B, G, S', Dv]`` with S' cached positions; of ragged sequences
-            S' is that of the longest one.
+            ``[B, G, S', D]`` and ``[B, G, S', Dv]`` with S' cached positions, where S' is the
+            length of the longest sequence.
         """
         return self.write(layer_number, k, v).read(k.dtype)
 
     def write(self, layer_number: int, k: Tensor, v: Tensor) -> Cached:
-        """Add a call's keys and values to a layer's cache, as ``append`` does."""
+        """Add a call's keys and values to a layer's cache, like ``append``."""
         self._check_entries(layer_number, k, v)
         self.check_room(k.shape[0], k.shape[2])
         step = self.step or self._step_of_rows(k.shape[0], k.shape[2])
@@ -286,12 +286,12 @@ class InferenceParams:
             return cached
 
     def _step_of_rows(self, rows: int, tokens: int) -> Step:
-        """The step of a call on rows in step."""
+        """Return the step of a call on rows in step."""
         slots = tuple(range(self.batch_size_offset, self.batch_size_offset + rows))
         return Step(slots, (self.sequence_len_offset,) * rows, (tokens,) * rows)
 
     def _check_entries(self, layer_number: int, k: Tensor, v: Tensor) -> None:
-        """Raise unless keys and values are those of a layer of this cache."""
+        """Raise unless keys and values fit a layer of this cache."""
         check_size("layer_number", layer_number, minimum=1)
         cached = self.key_value_memory_dict.get(layer_number, (None, None))
         for name, x, store in zip("kv", (k, v), cached, strict=True):
@@ -309,15 +309,15 @@ class InferenceParams:
                     "layer its own layer_number, and each device its own InferenceParams."
                 )
         sizes = k.shape[1], k.shape[3], v.shape[3]
-        for (name, given), size in zip(self._heads.items(), sizes, strict=True):
-            if given not in (None, size):
+        for (name, expected), size in zip(self._heads.items(), sizes, strict=True):
+            if expected not in (None, size):
                 raise ValueError(
                     f"{name} must be that of the layers, {size} in layer {layer_number}; got "
-                    f"{given}. Leave it out."
+                    f"{expected}. Leave it out."
                 )
 
     def check_room(self, rows: int, positions: int) -> int:
-        """Raise unless a call of so many rows and positions fits; return how many keys it sees."""
+        """Return how many keys a call of these sizes sees; raise if the cache has no room."""
         end = positions_reached(positions, self)
         if self.step is not None:
             most = max((0, *self.step.lengths))
@@ -342,7 +342,7 @@ class InferenceParams:
 
 
 def positions_reached(tokens: int, inference_params: InferenceParams | None) -> int:
-    """How many positions a call of so many tokens reaches, behind those in the cache."""
+    """Return how many positions a call reaches, including the positions in the cache."""
     if inference_params is None:
         return tokens
     if inference_params.step is None:

@@ -30,13 +30,13 @@ class RotaryPositionEmbedding(nn.Module):
     Args:
         dim: head size.
         rotary_percent: part of the head size that is rotated.
-        seq_len_interpolation_factor: positions are divided by it (position interpolation).
-        pretrained_max_position_embeddings: with the factor, positions are only divided where the
-            sequence is longer than ``factor`` times this, and then so as to end there.
+        seq_len_interpolation_factor: a factor that divides positions (position interpolation).
+        pretrained_max_position_embeddings: the length in training. A sequence longer than the
+            factor times this length has its positions divided so as to end at this length.
         rotary_base: base of the frequencies.
         interleaved: rotate neighbours ``(0, 1), (2, 3) ...`` instead of halves
             ``(0, R / 2), (1, R / 2 + 1) ...``.
-        device: of the frequencies, as in ``Linear``. They stay float32 in a model of another dtype.
+        device: device of the frequencies, as in ``Linear``; these stay float32 in any model.
 
     Source: RoFormer, arXiv:2104.09864; position interpolation, arXiv:2306.15595.
 
@@ -86,13 +86,13 @@ class RotaryPositionEmbedding(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         exact = self.inv_freq
         super()._apply(fn, recurse)
-        # A model in bfloat16 would round the frequencies, and be radians off after 1000 positions.
+        # bfloat16 would round the frequencies, and be radians off after 1000 positions.
         device = self.inv_freq.device
         self.inv_freq = self._frequencies(device) if exact.is_meta else exact.to(device)
         return self
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Angles of ``max_seq_len`` positions from ``offset`` on, ``[S, 1, 1, R]`` float32."""
+        """Return the angles of positions from ``offset`` on, ``[max_seq_len, 1, 1, R]`` float32."""
         max_seq_len = arguments.check_size("max_seq_len", max_seq_len)
         offset = arguments.check_size("offset", offset)
         device = self.inv_freq.device
@@ -120,25 +120,25 @@ def apply_rotary_pos_emb(
     """Rotate queries or keys by their positions.
 
     Args:
-        t: ``[S, B, H, D]``, ``[B, S, H, D]`` or ``[T, H, D]``, as ``tensor_format`` says.
-        freqs: angles, ``[S', 1, 1, R]`` with S' positions or more than ``t`` has, R at most D; the
-            rest of the head passes through.
+        t: ``[S, B, H, D]``, ``[B, S, H, D]`` or ``[T, H, D]``, by ``tensor_format``.
+        freqs: angles, ``[S', 1, 1, R]``, for at least the positions of ``t``; R is at most D, and
+            other elements of a head stay unchanged.
         tensor_format: sbhd, bshd or thd.
-        interleaved: as the angles were made.
+        interleaved: whether the angles are interleaved.
         start_positions: ``[B]``, position of each sequence's first token; 0 if None.
         cu_seqlens: ``[B + 1]`` cumulative lengths, for thd: positions restart in each sequence.
-        fused: no effect: one kernel does it on a GPU.
-        cp_size: R: ``t`` has the tokens that one of R context-parallel ranks has of each sequence,
-            see ``float8lab.distributed.shard_sequence``; ``freqs`` and ``cu_seqlens`` are those of
-            whole sequences.
-        cp_rank: which rank.
+        fused: no effect: a GPU always runs a single kernel.
+        cp_size: number of context-parallel ranks; ``t`` has a rank's tokens of each sequence (see
+            ``float8lab.distributed.shard_sequence``), but ``freqs`` and ``cu_seqlens`` are those of
+            unsharded sequences.
+        cp_rank: the rank.
 
     Returns:
-        Shape and dtype of ``t``, rotated in float32.
+        A tensor with the shape and dtype of ``t``, rotated in float32.
 
     Raises:
-        TypeError: a tensor of another kind.
-        ValueError: shapes and sizes that do not belong together.
+        TypeError: an argument is not a tensor of the right kind.
+        ValueError: shapes or sizes do not fit together.
 
     >>> angles = float8lab.nn.RotaryPositionEmbedding(4, device="cpu")(2)
     >>> q = torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(2, 1, 1, 4)
@@ -163,7 +163,7 @@ def apply_rotary_pos_emb(
     is_packed, sequence = tensor_format == "thd", int(tensor_format == "bshd")
     rows, tokens = t.shape[1 - sequence], t.shape[sequence] * cp_size
     if is_packed or cu_seqlens is not None:
-        # TransformerEngine's modules pass lengths in every format.
+        # TransformerEngine's modules pass lengths with every format.
         why, most = f"tensor_format={tensor_format!r}", tokens if is_packed else None
         cu_seqlens = arguments.check_lengths("cu_seqlens", cu_seqlens, why=why, tokens=most)
         rows, tokens = (cu_seqlens.shape[0] - 1, 0) if is_packed else (rows, tokens)
@@ -177,7 +177,7 @@ def apply_rotary_pos_emb(
 
 
 def _check_starts(starts: Tensor, rows: int, tokens: int, freqs: Tensor) -> None:
-    """Raise unless ``rows`` sequences, each of at least ``tokens``, can start there."""
+    """Raise unless ``rows`` sequences of at least ``tokens`` tokens can start at ``starts``."""
     arguments.check_tensor("start_positions", starts)
     if starts.shape != (rows,) or starts.dtype not in arguments.INTEGER_DTYPES:
         raise ValueError(
@@ -194,7 +194,7 @@ def _check_starts(starts: Tensor, rows: int, tokens: int, freqs: Tensor) -> None
 
 
 def check_angles(name: str, freqs: Tensor, head_size: int) -> None:
-    """Raise unless ``freqs`` are angles for heads of that size."""
+    """Raise unless ``freqs`` are angles for heads of this size."""
     arguments.check_tensor(name, freqs)
     are_angles = freqs.ndim > 1 and all(n == 1 for n in freqs.shape[1:-1])
     rotated = freqs.shape[-1] if are_angles and freqs.is_floating_point() else 1
@@ -207,7 +207,7 @@ def check_angles(name: str, freqs: Tensor, head_size: int) -> None:
 
 
 def check_positions(name: str, freqs: Tensor, count: int) -> None:
-    """Raise unless ``freqs`` are angles of at least so many positions."""
+    """Raise unless ``freqs`` are angles of at least ``count`` positions."""
     if freqs.shape[0] < count:
         raise ValueError(
             f"{name} must have at least {count} positions; got {freqs.shape[0]}. Make them for the "
@@ -216,18 +216,18 @@ def check_positions(name: str, freqs: Tensor, count: int) -> None:
 
 
 Waves: TypeAlias = tuple[Tensor, Tensor]
-"""Cosines and sines of the angles by which heads are rotated, which broadcast to them."""
+"""Cosines and sines of the angles by which heads are rotated; they broadcast to the heads."""
 
 
 def waves_of(
     t: Tensor, freqs: Tensor, tensor_format: str, *, start_positions: Tensor | None,
     cu_seqlens: Tensor | None, name: str = "freqs", ranks: TokenRanks = ONE_RANK,
 ) -> Waves:  # fmt: skip
-    """Look up the angles of tokens ``t``; padding may begin beyond the last angle.
+    """Look up the angles of tokens ``t``; padding may have positions after the last angle.
 
     Args:
-        cu_seqlens: ``[B + 1]``, for thd alone.
-        name: of ``freqs`` in messages.
+        cu_seqlens: ``[B + 1]``, only for thd.
+        name: the name of ``freqs`` in messages.
         ranks: which tokens of each sequence ``t`` has.
     """
     table = freqs.reshape(freqs.shape[0], freqs.shape[-1])
@@ -237,7 +237,7 @@ def waves_of(
         starts = cu_seqlens
         if start_positions is not None:
             starts = cu_seqlens - F.pad(start_positions, (0, 1))
-        # Tokens behind the last sequence need not have an angle; no caller reads them.
+        # Tokens after the last sequence may have no angle; no caller reads them.
         index = (token - starts[sequence]).masked_fill(sequence == cu_seqlens.shape[0] - 1, 0)
         if arguments.has_values(index) and index.numel():
             check_positions(name, freqs, int(index.max()) + 1)
@@ -251,7 +251,7 @@ def waves_of(
             angles = table[None, :, None]
         else:
             index = start_positions.view(-1, 1)
-            if S > 1 or ranks.size > 1:  # a step of generation has a token, in every layer
+            if S > 1 or ranks.size > 1:  # a step of generation has a single token
                 index = index + _tokens_of_rank(None, S, ranks, t.device)
             angles = table[index.clamp(max=table.shape[0] - 1)][:, :, None]
         angles = angles.transpose(0, 1) if tensor_format == "sbhd" else angles
@@ -270,9 +270,9 @@ def rotate_heads(t: Tensor, waves: Waves, tensor_format: str, *, interleaved: bo
 
 
 def _takes_op(t: Tensor, cos: Tensor) -> bool:
-    """Whether the op rotates ``t``, which it does on CUDA if ``t`` alone is differentiated."""
-    # It does so in compiled graphs, too: fused into the rotation, a table's sines and cosines would
-    # be recomputed for every head.
+    """Whether the op rotates ``t``: on CUDA, if only ``t`` is differentiated."""
+    # The op also runs in compiled graphs: Inductor would fuse sines and cosines into the rotation,
+    # and recompute them for every head.
     plain = type(t) in (Tensor, nn.Parameter) and not cos.requires_grad
     plain = plain and not torch._C._are_functorch_transforms_active()
     return plain and t.is_cuda and t.dtype in HIGH_PRECISION_DTYPES
@@ -289,7 +289,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: AutogradContext, dy: Tensor) -> tuple[Tensor | None, ...]:
-        # A graph has no backward of backward.
+        # A compiled graph has no backward of backward.
         rotate = rotate_op if torch.compiler.is_compiling() else _Rotate.apply
         return rotate(dy, *ctx.saved_tensors, ctx.interleaved, not ctx.back), *[None] * 4
 
@@ -297,7 +297,7 @@ class _Rotate(torch.autograd.Function):
 def _tokens_of_rank(
     starts: Tensor | None, tokens: int, ranks: TokenRanks, device: torch.device
 ) -> Tensor:
-    """Which tokens of the whole a rank has."""
+    """Return the unsharded indices of a rank's tokens."""
     if ranks.size == 1:
         return torch.arange(tokens, device=device)
     return places_of("t", starts, tokens, ranks, device)[ranks.rank]
