@@ -1,8 +1,8 @@
-"""convert_to_float8: turn the linear layers of an existing model into FP8 ones, in place.
+"""convert_to_float8: convert the linear layers of an existing model to FP8, in place.
 
-A layer is converted by changing the class of the very object, ``torch.nn.Linear`` to
-``float8lab.Linear`` (``swap.py``). Other libraries' linear layers are converted to classes of their
-own (``other_linear.py``).
+A layer is converted by changing the class of the same object, from ``torch.nn.Linear`` to
+``float8lab.Linear`` (``swap.py``). Each kind of linear layer of another library has its own FP8
+class (``other_linear.py``).
 """
 
 from __future__ import annotations
@@ -64,44 +64,44 @@ def convert_to_float8(  # each is a keyword that users set on its own
 ) -> _Model:
     """Make the ``torch.nn.Linear`` layers of a model run in FP8, in place, and return the model.
 
-    Hugging Face's ``Conv1D``, which GPT-2 has in their place, is converted, too, and so are the
-    stacked experts of Transformers' and torchtitan's models. Routers stay in high precision: layers
-    called ``router``, or ``gate`` beside ``experts`` that they score. The projections of
+    Hugging Face's ``Conv1D``, which GPT-2 has instead, is converted as well, and so are the stacked
+    experts of Transformers' and torchtitan's models. Routers stay in high precision: layers called
+    ``router``, or ``gate`` if the parent has ``experts`` that they score. The projections of
     ``torch.nn.MultiheadAttention`` are converted, and a ``LazyLinear`` once it materialises.
-    Modules such as ``torch.nn.LSTM``, with weights of other kinds, are reported and left alone.
+    Modules such as ``torch.nn.LSTM``, with other kinds of weights, are reported but not converted.
     Modules of this library, such as ``Linear`` and ``ExpertMLP``, take the recipe as their own.
 
-    ``conversion_report(model)`` says of each candidate whether it was converted, and why not. Its
-    summary is logged: one line at level INFO of the logger ``float8lab.nn.convert``. A call that
+    ``conversion_report(model)`` says for each candidate whether it was converted, or why not. Its
+    summary is logged: a line at level INFO of the logger ``float8lab.nn.convert``. A call that
     converts nothing warns, with the commonest reason.
 
-    Parameters are shared, not copied: optimizers made before stay valid, tied weights stay tied,
+    Parameters are shared, not copied: existing optimizers stay valid, tied weights stay tied,
     state_dict keys do not change. A converted layer runs in FP8 by default, under an enclosing
     ``autocast(recipe=...)`` by that recipe, and in high precision under
-    ``autocast(enabled=False)``. Repeating it changes recipes and converts what is new.
+    ``autocast(enabled=False)``. A repeated call changes recipes and converts new layers.
 
-    With a delayed recipe, one call of ``model`` is one step of the scales; call the model itself,
-    or use ``autocast`` around what you call.
+    With a delayed recipe, each call of ``model`` is a step of the scales; call the model itself, or
+    use ``autocast`` around your calls.
 
     Args:
-        model: converted in place; may itself be a linear layer.
+        model: the model, which may itself be a linear layer.
         recipe: None is ``Float8CurrentScaling()``. ``"auto"``, which is ``recipes.Auto()``, chooses
-            for each layer what is predicted to be fastest, high precision included.
-        filter_fn: ``filter_fn(layer, name)`` returns False for layers to leave alone. It is asked
-            about every candidate of the report, whatever its class.
-        exclude: layers to leave alone: whole path components (``"lm_head"``, ``"blocks.0"``) or
+            for each layer the recipe with the fastest prediction, or high precision.
+        filter_fn: ``filter_fn(layer, name)`` returns False for layers not to convert. It is called
+            for every candidate of the report, of any class.
+        exclude: layers not to convert: full path components (``"lm_head"``, ``"blocks.0"``) or
             globs (``"*.router"``).
         overrides: recipes of single layers by the same patterns; they win over ``recipe`` and over
             an enclosing autocast; None keeps a layer in high precision. The last match counts. A
-            router, or a subclass of ``torch.nn.Linear`` with a forward of its own, is converted
-            only if named here.
-        strict: raise if anything asked for could not be done; the model is then unchanged.
+            router, or a subclass of ``torch.nn.Linear`` with its own forward, is converted only if
+            it is named in ``overrides``.
+        strict: raise, and leave the model unchanged, if any request could not be met.
         fp8_all_gather: if FSDP2 shards the model later, gather the weights in FP8, one byte an
-            element, in place of the parameters' dtype. A weight that is shared with a layer in
+            element, instead of the parameters' dtype. A weight that is shared with a layer in
             high precision, or that a GEMM needs in high precision, is gathered as usual.
         freeze_weights: store the weights of the converted layers in FP8, one byte an element, and
-            freeze them: a base for adapters (docs/peft.md), or a model to serve. These are then new
-            parameters, so make optimizers after.
+            freeze them: a base for adapters (docs/peft.md), or a model to serve. The weights become
+            new parameters, so make optimizers afterwards.
 
     Raises:
         TypeError: ``recipe`` or an override is neither a recipe nor ``"auto"``.
@@ -126,7 +126,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
     reshard(walk.modules)
     users = users_of(walk.modules)
     layers = [p for p in plan.layers if p.recipe is not None]
-    # PEFT trains its copies, whose weights must not be frozen.
+    # PEFT trains its copies of layers, so their weights must not be frozen.
     frozen = [p for p in layers if TRAINED_COPIES not in p.candidate.name.split(".")]
     freezing = Freezing(frozen if freeze_weights else [], users)
     if strict:
@@ -137,7 +137,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
     _register_hooks(model, walk, layers)
     run_layers_of_encoders(walk.modules)
     notes = (*plan.predictions, *freezing.obstacles, *late)
-    # A layer that this call leaves alone may run in FP8 by an earlier one, which noted how.
+    # A layer that this call does not convert may run in FP8 by an earlier call, and have its note.
     notes_of_layers = [
         (p.candidate.layer, p.note)
         for p in plan.layers
@@ -152,7 +152,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
 
 
 def checked_options(recipe: Any, filter_fn: Any, exclude: Any, overrides: Any) -> ConversionOptions:
-    """The arguments that choose layers and recipes, checked."""
+    """Check and return the arguments that choose layers and recipes."""
     arguments.check_callables(("module", "name"), filter_fn=filter_fn)
     exclude = arguments.check_names("exclude", exclude)
     arguments.check_instance("overrides", overrides, Mapping, "a mapping", optional=True)
@@ -166,7 +166,7 @@ def checked_options(recipe: Any, filter_fn: Any, exclude: Any, overrides: Any) -
 
 
 def _require_all(model: nn.Module, plan: ConversionPlan, freezing: Freezing) -> None:
-    """Raise if anything that was asked for cannot be done."""
+    """Raise if any request cannot be met."""
     empty = not plan.layers and not plan.runs_fp8_attention()
     lines = [
         *[f"  a {type(model).__name__} without a linear layer"] * empty,
@@ -196,8 +196,8 @@ def _set_recipes(plan: ConversionPlan) -> None:
 def _choose_all_gather(
     layers: Sequence[LayerPlan], users: ParameterUsers, fp8_all_gather: bool
 ) -> list[str]:
-    """Let FSDP2 gather a weight in FP8 if all that use it, one or several layers, agree.
-    It returns a sentence about weights for which that is too late, if there are such."""
+    """Let FSDP2 gather a weight in FP8 if all layers that use the weight agree.
+    Return a list with a sentence about weights for which it is too late, if there are any."""
     recipes = {id(plan.candidate.layer): plan.recipe for plan in layers}
     late = 0
     for plan in layers:
@@ -224,12 +224,12 @@ def _register_hooks(model: nn.Module, walk: ModelWalk, layers: Sequence[LayerPla
     if any(plan.recipe is not None and plan.recipe.linear.delayed for plan in layers):
         make_region_of_calls(model, walk.modules)
     if any(plan.candidate.layer is not model for plan in layers):
-        remove_hooks(model, FirstCall)  # those of an earlier conversion
+        remove_hooks(model, FirstCall)  # the hooks of an earlier conversion
         FirstCall().register(model)
 
 
 def _warn_of_nothing(model: nn.Module, plan: ConversionPlan) -> None:
-    """Warn that a conversion has converted no layer, and say the commonest reason."""
+    """Warn that a conversion has converted no layer, with the commonest reason."""
     text = f"convert_to_float8 found no linear layer in a {type(model).__name__}."
     if plan.layers:
         note, count = Counter(layer.note for layer in plan.layers).most_common(1)[0]
@@ -242,14 +242,14 @@ def _warn_of_nothing(model: nn.Module, plan: ConversionPlan) -> None:
 
 
 def to_high_precision(model: _Model) -> _Model:
-    """Undo ``convert_to_float8``, in place; FP8-stored weights are dequantized. Returns the model.
+    """Undo ``convert_to_float8`` in place, dequantize weights stored in FP8, and return the model.
 
-    A ``float8lab.Linear`` built as one becomes a ``torch.nn.Linear``. Modules that torch has not,
-    such as ``LayerNormMLP``, lose their recipe: they run in high precision outside ``autocast``.
+    Any ``float8lab.Linear`` becomes a ``torch.nn.Linear``. Modules that torch does not have, such
+    as ``LayerNormMLP``, lose their recipe: they run in high precision outside ``autocast``.
 
     Raises:
-        NotImplementedError: a layer with ``return_bias`` or ``parameters_split``, or of several
-            tensor-parallel ranks, which torch.nn.Linear cannot express.
+        NotImplementedError: a layer has ``return_bias`` or ``parameters_split``, or several tensor-
+            parallel ranks, which torch.nn.Linear cannot express.
 
     >>> model = float8lab.convert_to_float8(torch.nn.Linear(8, 8))
     >>> type(float8lab.to_high_precision(model))

@@ -1,4 +1,4 @@
-"""Plan a conversion: the recipe that each layer of a model gets, or why it stays as it is."""
+"""Plan a conversion: the recipe that each layer of a model gets, or why it stays unchanged."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ __all__ = [
 _Choice = Recipe | Auto
 
 CONVERTED = (GemmModule, OtherLinear, ExpertsBase)
-"""Modules that have a recipe of their own."""
+"""Modules that can have their own recipe."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The recipe that one layer gets, or why it gets none."""
+    """The recipe that a layer gets, or why it gets none."""
 
     candidate: Candidate
     note: str
     """The report's sentence about the layer."""
     recipe: Recipe | None
-    """None leaves the layer as it is, unless it ``stays``."""
+    """The layer's new recipe; None leaves the layer unchanged, unless it ``stays``."""
     auto: Auto | None = None
-    """The choice that is still to give the layer its recipe."""
+    """The choice that has yet to give the layer its recipe."""
     pinned: bool = False
     failed: bool = False
     """Whether FP8 was asked for and is not possible."""
@@ -66,7 +66,7 @@ class LayerPlan:
 
 
 class AttentionPlan(NamedTuple):
-    """The recipe that an attention module gets; one of GEMMs alone leaves it in high precision."""
+    """The recipe that an attention module gets; a recipe of GEMMs only has no effect on it."""
 
     module: Any
     name: str
@@ -85,13 +85,13 @@ class ConversionPlan(NamedTuple):
     """Names given in ``exclude`` or ``overrides`` that no layer has."""
 
     def runs_fp8_attention(self) -> bool:
-        """Whether an attention module is to run in FP8."""
+        """Whether an attention module will run in FP8."""
         recipes = (plan.recipe for plan in self.attention)
         return any(recipe and asks_for_fp8_attention(recipe) for recipe in recipes)
 
 
 def checked_choice(name: str, choice: Any) -> _Choice:
-    """Return a recipe, or the ``Auto`` that chooses one; raise for anything else."""
+    """Return a recipe, or the ``Auto`` that chooses a recipe; raise for anything else."""
     if isinstance(choice, str) and choice == "auto":
         return Auto()
     if isinstance(choice, (Recipe, Auto)):
@@ -109,10 +109,10 @@ class LayerOptions(NamedTuple):
     """The options of a conversion that apply to one module."""
 
     exclusion: str | None
-    """Why the module is left alone, if it is."""
+    """Why the module is not converted, if it is excluded."""
     choice: _Choice | None
     is_named: bool
-    """Whether the choice is an override, by the module's name."""
+    """Whether the choice is an override by the module's name."""
 
 
 class ConversionOptions(NamedTuple):
@@ -124,7 +124,7 @@ class ConversionOptions(NamedTuple):
     overrides: Mapping[str, _Choice | None]
 
     def for_layer(self, module: nn.Module, name: str) -> LayerOptions:
-        """The options that apply to a module; ``filter_fn`` is asked about it."""
+        """Return the options that apply to a module, after a call of ``filter_fn``."""
         overrides = [pattern for pattern in self.overrides if matches(name, pattern)]
         exclusion = next((f"excluded by {p!r}" for p in self.exclude if matches(name, p)), None)
         if exclusion is None and self.filter_fn is not None and not self.filter_fn(module, name):
@@ -139,9 +139,9 @@ def plan_conversion(walk: ModelWalk, options: ConversionOptions) -> ConversionPl
     sharded = shards.sharded_by_fsdp(walk.modules)
     plans = []
     for candidate in walk.candidates:
-        layer, its_options = candidate.layer, options.for_layer(candidate.layer, candidate.name)
+        layer, layer_options = candidate.layer, options.for_layer(candidate.layer, candidate.name)
         flags = {"is_router": layer in router_modules, "sharded": layer in sharded}
-        plans.append(_plan_layer(candidate, its_options, **flags))
+        plans.append(_plan_layer(candidate, layer_options, **flags))
     layers, predictions = _choose_recipes(plans)
     layers = _follow_attention(layers)
     attention = [
@@ -160,7 +160,7 @@ def plan_conversion(walk: ModelWalk, options: ConversionOptions) -> ConversionPl
 def _plan_layer(
     candidate: Candidate, options: LayerOptions, *, is_router: bool, sharded: bool
 ) -> LayerPlan:
-    """The plan for a layer, which depends on its user's options and on what FP8 can do."""
+    """Plan a layer by the user's options and by what FP8 can run."""
     choice, is_named = options.choice, options.is_named
 
     def plan(note: str, recipe: Recipe | None = None, **flags: Any) -> LayerPlan:
@@ -188,7 +188,7 @@ def _plan_layer(
 
 
 def _plan_attention(module: nn.Module, name: str, options: LayerOptions) -> AttentionPlan:
-    """The plan for an attention module; ``Auto`` chooses nothing for it."""
+    """Plan an attention module, for which ``Auto`` chooses nothing."""
     if options.exclusion is not None:
         return AttentionPlan(module, name, None, False)
     recipe = options.choice if isinstance(options.choice, Recipe) else None
@@ -196,9 +196,9 @@ def _plan_attention(module: nn.Module, name: str, options: LayerOptions) -> Atte
 
 
 def _follow_attention(plans: Sequence[LayerPlan]) -> list[LayerPlan]:
-    """Leave alone output projections that no converted ``torch.nn.MultiheadAttention`` calls.
+    """Drop the plans of output projections that no converted ``torch.nn.MultiheadAttention`` calls.
 
-    Torch's own forward of that module reads the weight of its output projection.
+    Torch's own forward of that module reads the weight of the output projection.
     """
     note = "its weight is used by torch.nn.MultiheadAttention directly"
     calls = {
@@ -218,7 +218,7 @@ def _follow_attention(plans: Sequence[LayerPlan]) -> list[LayerPlan]:
 
 
 def _choose_recipes(plans: Sequence[LayerPlan]) -> tuple[list[LayerPlan], list[str]]:
-    """Give plans that ask for it a recipe or high precision, and predict their times in all."""
+    """Choose a recipe or high precision for plans with ``Auto``, and predict their total times."""
     layers = list(plans)
     automatic = [(index, plan.auto) for index, plan in enumerate(plans) if plan.auto is not None]
     if not automatic:
@@ -254,7 +254,7 @@ def _describe_times(auto: Auto, times: Sequence[tuple[Parts, Parts]]) -> str:
 
 
 def _obstacle(candidate: Candidate, *, is_named: bool, sharded: bool) -> str | None:
-    """Why a layer cannot be converted, or None."""
+    """Return why a layer cannot be converted, or None."""
     layer = candidate.layer
     if (obstacle := _obstacle_of_parameters(candidate, sharded=sharded)) is not None:
         return obstacle
@@ -267,13 +267,13 @@ def _obstacle(candidate: Candidate, *, is_named: bool, sharded: bool) -> str | N
 
 
 def _obstacle_of_parameters(candidate: Candidate, *, sharded: bool) -> str | None:
-    """Which parameter is a DTensor of a kind that FP8 does not take, in 4 bits, or plain FP8."""
+    """Return which parameter FP8 does not take: a DTensor of some kind, 4 bits, or plain FP8."""
     layer = candidate.layer
     is_experts = candidate.experts_class is not None
     for name, parameter in layer.named_parameters() if is_experts else layer._parameters.items():
         if isinstance(parameter, Float4Tensor):
             return f"its {name} is in 4 bits, dequantized and multiplied in high precision"
-        if getattr(parameter, "dtype", None) in FP8_DTYPES:  # a Float8Tensor has another
+        if getattr(parameter, "dtype", None) in FP8_DTYPES:  # a Float8Tensor has another dtype
             return f"its {name} is FP8 data of another library; load_fp8 takes it over"
         if is_dtensor(parameter) and (
             obstacle := _obstacle_of_placements(candidate, name, parameter, sharded=sharded)
@@ -285,7 +285,7 @@ def _obstacle_of_parameters(candidate: Candidate, *, sharded: bool) -> str | Non
 def _obstacle_of_placements(
     candidate: Candidate, name: str, parameter: Any, *, sharded: bool
 ) -> str | None:
-    """Why FP8 does not take a parameter that is a DTensor, or None."""
+    """Return why FP8 does not take a parameter that is a DTensor, or None."""
     if not shards.is_tensor_parallel(parameter, sharded=sharded):
         return None
     placements = parameter.placements[-1:] if sharded else parameter.placements
@@ -303,9 +303,9 @@ def _obstacle_of_placements(
 
 
 def _obstacle_of_forward(candidate: Candidate, *, is_named: bool) -> str | None:
-    """Why the forward of a layer that is not converted yet cannot be replaced, or None."""
+    """Return why the forward of a layer that is not converted yet cannot be replaced, or None."""
     layer, linear_class = candidate.layer, candidate.linear_class
-    # Transformers' expert parallelism calls the forward of experts in several ways of its own.
+    # Transformers' expert parallelism has its own ways to call the forward of experts.
     is_experts = candidate.experts_class is not None
     if "forward" in vars(layer) and (is_experts or wrapped_forward(layer) is None):
         return "forward was replaced on the layer itself"
@@ -315,7 +315,7 @@ def _obstacle_of_forward(candidate: Candidate, *, is_named: bool) -> str | None:
 
 
 def _obstacle_of_dtypes(candidate: Candidate) -> str | None:
-    """Which dtype of a weight FP8 does not take, or why experts cannot be converted, or None."""
+    """Return which weight dtype FP8 does not take, or why experts cannot be converted, or None."""
     layer = candidate.layer
     if candidate.experts_class is not None:
         dtypes = {p.dtype for p in layer.parameters()}.difference(HIGH_PRECISION_DTYPES)
@@ -326,7 +326,7 @@ def _obstacle_of_dtypes(candidate: Candidate) -> str | None:
 
 
 def _misfit(layer: nn.Module, recipe: Recipe, *, sharded: bool) -> str | None:
-    """Why the blocks of a recipe do not fit the shards that tensor-parallel ranks have."""
+    """Return why the blocks of a recipe do not fit tensor-parallel ranks' shards, or None."""
     weight: Any = layer._parameters.get("weight")
     if shards.is_tensor_parallel(weight, sharded=sharded) and weight.ndim == 2:
         mesh, placements = weight.device_mesh, weight.placements
@@ -344,7 +344,7 @@ def _misfit(layer: nn.Module, recipe: Recipe, *, sharded: bool) -> str | None:
 
 
 def lines_about_recasts(plans: Sequence[LayerPlan]) -> list[str]:
-    """Lines about weights that are stored in FP8, but not as their layers' recipes want them."""
+    """Return lines about weights whose stored FP8 format is not that of their layers' recipes."""
     lines = []
     for plan in plans:
         (name, layer, *_), recipe = plan.candidate, plan.recipe
