@@ -1,6 +1,6 @@
 """Linear layers whose parameters are DTensors: placements say how ranks share the GEMMs.
 
-``torch.distributed.tensor.parallel.parallelize_module`` turns parameters, inputs and outputs into
+``torch.distributed.tensor.parallel.parallelize_module`` converts parameters, inputs and outputs to
 DTensors. The placement of the weight says which part of the GEMMs a rank computes: ``Shard(0)`` is
 column parallel, ``Shard(1)`` is row parallel, and with ``Replicate`` nothing is sharded. The input
 of a column parallel layer is replicated, or a shard of a dimension other than the last, which is

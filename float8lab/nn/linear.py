@@ -76,7 +76,7 @@ class Linear(GemmModule, nn.Linear):
     torch.Size([3, 32])
     """
 
-    # Defaults for layers that convert_to_float8 turns into Linear without calling __init__.
+    # Defaults for layers that convert_to_float8 converts to Linear without calling __init__.
     gemms = (GemmDef(("weight",), ("bias",), ()),)
     _fp8: Precision
     output_layout: Placement | None = None  # Float8RowwiseParallel asks for a DTensor with it

@@ -1,9 +1,9 @@
 """Find converted layers whose forward never runs, since their parent reads the weight itself.
 
-A module may write ``F.linear(x, self.qkv.weight)`` instead of calling ``self.qkv``: that GEMM is in
-high precision, whatever class the layer has. A model is watched during its first call in eager
-mode, by hooks on the model alone. They stay, and return at once in later calls: a model that was
-compiled with them would be recompiled without. Nothing is seen of a call that runs compiled.
+A module may write ``F.linear(x, self.qkv.weight)`` instead of calling ``self.qkv``: that GEMM runs
+in high precision, whatever class the layer has. Hooks on the model alone watch its first call in
+eager mode. They stay and return at once in later calls, for a model that was compiled with hooks
+would be recompiled without them. They see nothing of a compiled call.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ __all__ = ["CallHooks", "FirstCall", "remove_hooks"]
 
 
 class CallHooks:
-    """Base of objects whose methods are hooks of a model; a copy of the model has its own."""
+    """Base of objects whose methods are hooks of a model; a copy of the model has a new object."""
 
     def __init_subclass__(cls) -> None:
-        # No callees of the model's forward: compiled as part of a caller, or run in Python.
+        # Hooks compile as a part of their caller or run in Python, never as a graph of their own.
         for hook in (cls.before, cls.finished, cls.after):
             untraced(hook)
 
     def register(self, model: nn.Module, *, prepend: bool = False) -> None:
-        """Have a model call ``before`` each forward, ``finished`` if it returns, and ``after``."""
+        """Hook ``before``, ``finished`` (if forward returns) and ``after`` to a model's forward."""
         model.register_forward_pre_hook(self.before, prepend=prepend)
-        # Two hooks, since one that is always called cannot tell an exception from a None result.
+        # A hook that is always called could not tell an exception from a None result.
         model.register_forward_hook(self.finished)
         model.register_forward_hook(self.after, always_call=True)
 
@@ -56,15 +56,15 @@ class CallHooks:
 
 
 class FirstCall(CallHooks):
-    """Hooks of a model that look at its first call in eager mode that finishes."""
+    """Hooks that watch the first call of a model that finishes in eager mode."""
 
     def __init__(self) -> None:
         self._done = False
         self._recording: Recording | None = None  # None outside a call
-        self._outputs: list[Tensor] | None = None  # of a call that finished
+        self._outputs: list[Tensor] | None = None  # the outputs of a finished call
 
     def before(self, model: nn.Module, args: object) -> None:
-        # In this order: a graph has guards on what is read while it is traced.
+        # is_compiling() comes first: a graph gets guards on all state that is read during tracing.
         if torch.compiler.is_compiling() or self._done:
             return
         if self._recording is not None or in_backward():
@@ -82,14 +82,14 @@ class FirstCall(CallHooks):
 
     def after(self, model: nn.Module, args: object, output: object) -> None:
         if not torch.compiler.is_compiling() and self._recording is not None:
-            self._look(model, self._recording)
+            self._find_unseen(model, self._recording)
 
     @torch._disable_dynamo
-    def _look(self, model: nn.Module, recording: Recording) -> None:
+    def _find_unseen(self, model: nn.Module, recording: Recording) -> None:
         outputs = self._outputs
         CHECKPOINTS.recordings = tuple(r for r in CHECKPOINTS.recordings if r is not recording)
         self._recording = self._outputs = None
-        if outputs is None:  # it raised
+        if outputs is None:  # the call raised
             return
         self._done = True
         if not (unseen := _unseen(model, recording.modules(), outputs)):
@@ -106,9 +106,9 @@ class FirstCall(CallHooks):
 
 
 def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dict[str, nn.Module]:
-    """Converted layers that did not run though layers beside them did or outputs depend on them."""
-    # Where autograd recorded the call, layers whose weight it does not know are not among them,
-    # such as those of skipped blocks, or a projection of images when the batch has none.
+    """Return converted layers that did not run though layers near them did or outputs use them."""
+    # If autograd recorded the call, layers whose weight it does not know do not count, such as those
+    # of skipped blocks, or a projection of images when the batch has no images.
     users = users_of(model.modules())
     reached = _reached(outputs)
     unseen: dict[str, nn.Module] = {}
@@ -119,7 +119,7 @@ def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dic
                 continue
             weight = layer._parameters.get("weight")
             states = [getattr(user, "_fp8", None) for user, _ in users.get(id(weight), [])]
-            # One that ran before the call, such as a layer in a CUDA graph, may run unseen.
+            # A layer that ran before this call, such as in a CUDA graph, may run unseen.
             is_only_user = states == [layer._fp8] and layer._fp8._last_call is None
             if not ran.isdisjoint([layer._fp8, *states]) or not (parent_ran or is_only_user):
                 continue
@@ -129,11 +129,11 @@ def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dic
 
 
 def _runs_its_layers(parent: nn.Module) -> bool:
-    """Whether a module has a forward that is to run all of its layers.
+    """Whether a module has a forward that should run all of its layers.
 
-    Containers such as ModuleList have none: their owners choose among the layers that they hold.
-    PEFT holds the copy of a layer that it trains beside the layer, which rests. Torch's attention
-    reads its output projection's weight in a call in high precision.
+    Containers such as ModuleList have no forward: their owners choose among the layers. In PEFT, a
+    trained copy of a layer runs, but the layer itself does not. Torch's attention reads the weight
+    of its output projection in a call in high precision.
     """
     if isinstance(parent, nn.MultiheadAttention):
         return False
@@ -141,15 +141,15 @@ def _runs_its_layers(parent: nn.Module) -> bool:
 
 
 def _is_read(weight: Any, reached: set[int] | None, parent_ran: bool) -> bool:
-    """Whether outputs seem to depend on a weight; ``reached`` are ids of those that they do."""
-    # FSDP2 put a sharded parameter in the place of the one that autograd knows.
+    """Whether outputs seem to depend on a weight; ``reached`` are ids of weights that they use."""
+    # FSDP2 has replaced the parameter that autograd knows by a sharded parameter.
     if reached is None or weight is None or is_dtensor(weight) or not weight.requires_grad:
         return parent_ran
     return id(weight) in reached
 
 
 def _reached(outputs: list[Tensor]) -> set[int] | None:
-    """Ids of the leaves that gradients reach through eager mode; None without autograd."""
+    """Return ids of the leaves that gradients reach through eager mode; None without autograd."""
     nodes = [y.grad_fn for y in outputs if y.grad_fn is not None]
     if not nodes:
         return None
@@ -158,19 +158,19 @@ def _reached(outputs: list[Tensor]) -> set[int] | None:
         node: Any = nodes.pop()
         if hasattr(node, "variable"):
             leaves.add(id(node.variable))
-        if "CheckpointFunction" in node.name():  # autograd did not see what it called
+        if "CheckpointFunction" in node.name():  # autograd did not see the ops inside
             return None
-        # Compiled calls, by backends with AOTAutograd or without, have weights of layers that ran.
+        # The leaves of compiled calls, of AOTAutograd and of others, are weights of layers that ran.
         is_compiled = any(name in node.name() for name in ("CompiledFunction", "ApplyTemplate"))
         successors = {n for n, _ in node.next_functions if n is not None} - seen
-        following = [n for n in successors if not is_compiled or not hasattr(n, "variable")]
-        nodes += following
-        seen.update(following)
+        next_nodes = [n for n in successors if not is_compiled or not hasattr(n, "variable")]
+        nodes += next_nodes
+        seen.update(next_nodes)
     return leaves
 
 
 def remove_hooks(module: nn.Module, kind: type[CallHooks] = CallHooks) -> None:
-    """Take off the forward hooks of a module that are methods of a ``kind`` of object."""
+    """Remove the forward hooks of a module that are methods of an object of this ``kind``."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):
             if isinstance(getattr(hook, "__self__", None), kind):

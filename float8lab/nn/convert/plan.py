@@ -160,7 +160,7 @@ def plan_conversion(walk: ModelWalk, options: ConversionOptions) -> ConversionPl
 def _plan_layer(
     candidate: Candidate, options: LayerOptions, *, is_router: bool, sharded: bool
 ) -> LayerPlan:
-    """Plan a layer by the user's options and by what FP8 can run."""
+    """Plan a layer by the options of the user and the limits of FP8."""
     choice, is_named = options.choice, options.is_named
 
     def plan(note: str, recipe: Recipe | None = None, **flags: Any) -> LayerPlan:

@@ -1,6 +1,6 @@
-"""Changing a layer into an FP8 one, and back, by the class of the very object.
+"""Change a layer to FP8 and back by changing the class of the same object.
 
-Parameters, hooks, attributes, parametrizations and every reference to the layer stay as they are.
+Parameters, hooks, attributes, parametrizations and all references to the layer stay unchanged.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from float8lab.tensor.dtensor import is_dtensor
 __all__ = ["class_of", "plain_class", "run_layers_of_encoders", "set_recipe"]
 
 _CLASSES: dict[type, type] = {nn.Linear: Linear, nn.MultiheadAttention: Float8TorchAttention}
-"""The FP8 class of each class of linear layer met so far."""
+"""The FP8 class of each class of linear layers that was converted so far."""
 
 
 def set_recipe(plan: LayerPlan) -> None:
-    """Give a layer the recipe of its plan; one that is not FP8 yet changes its class."""
+    """Give a layer the recipe of its plan, and change its class if that is not FP8 yet."""
     layer = plan.candidate.layer
     if plan.recipe is not None and not isinstance(layer, CONVERTED):
         _change_class(plan)
@@ -43,7 +43,7 @@ def set_recipe(plan: LayerPlan) -> None:
 
 
 def _change_class(plan: LayerPlan) -> None:
-    """Make a layer an FP8 one, which has no recipe yet."""
+    """Change the class of a layer to an FP8 class; the layer has no recipe yet."""
     name, layer, _, experts, _ = plan.candidate
     layer.__class__ = class_of(layer, functools.partial(_float8_class, experts=experts))
     rebind_forward(layer)
@@ -62,12 +62,12 @@ def _change_class(plan: LayerPlan) -> None:
 
 
 def _float8_class(original: type, experts: type[OtherExperts] | None = None) -> type:
-    """The FP8 class of a class of linear layers, or of experts."""
+    """Return the FP8 class of a class of linear layers or experts."""
     if original not in _CLASSES:
         linear = known_linear(original)
         float8: Any = experts or (Linear if linear is nn.Linear else load_float8_class(linear))
         if original is not linear:
-            # Everything but forward is the original's; the FP8 class comes after it.
+            # The new class inherits from the original first, and overrides little but forward.
             namespace: dict[str, object] = {
                 "__module__": original.__module__,
                 "__qualname__": original.__qualname__,
@@ -93,22 +93,22 @@ def _extra_repr(layer: nn.Module, original: type[nn.Module]) -> str:
 def _reduce(
     layer: nn.Module, original: Any, experts: type[OtherExperts] | None, protocol: object
 ) -> Any:
-    """Have copy and pickle rebuild a layer whose class has the original's name, but is not it."""
+    """Let copy and pickle rebuild a layer whose class only has the name of the original class."""
     reduced = original.__reduce_ex__(layer, protocol)
     if reduced[:2] != (copyreg.__newobj__, (_CLASSES[original],)):  # type: ignore[attr-defined]
-        return reduced  # the original has a way of its own
+        return reduced  # the original defines its own reduction
     return _new_layer, (original, experts), *reduced[2:]
 
 
 def _new_layer(original: type, experts: type[OtherExperts] | None = None) -> Any:
-    """A layer of the FP8 class of ``original`` without attributes; pickle names the function."""
+    """Make a layer of ``original``'s FP8 class without attributes; pickles name this function."""
     cls: Any = _float8_class(original, experts)
     return cls.__new__(cls)
 
 
 def plain_class(converted: type) -> type:
-    """The class that a converted layer had before."""
-    # A layer that was unpickled may have an FP8 class that nothing has asked for yet.
+    """Return the class that a converted layer had before its conversion."""
+    # An unpickled layer may have an FP8 class that is not in the table yet.
     originals = {float8: original for original, float8 in _CLASSES.items()}
     default = converted
     if issubclass(converted, (OtherLinear, OtherExperts)):
@@ -117,9 +117,9 @@ def plain_class(converted: type) -> type:
 
 
 def class_of(layer: nn.Module, change: Callable[[type], type]) -> type:
-    """The layer's class after ``change``."""
-    # A parametrized layer has a class of its own on top of the real one; a copy of it goes on top
-    # of the changed class.
+    """Return the layer's class after ``change``."""
+    # A parametrized layer has its own class, derived from the real class; a copy of that class is
+    # derived from the changed class.
     cls = type(layer)
     if not is_parametrized(layer):
         return change(cls)
@@ -131,11 +131,11 @@ _FAST_PATH = "_fast_path_before_float8"
 
 
 def run_layers_of_encoders(modules: Iterable[nn.Module]) -> None:
-    """Have torch's encoders call their layers in evaluation, if some of these are in FP8.
+    """Make torch's encoders call their layers in evaluation, if some of the layers are in FP8.
 
     An encoder's fused path, and the nested tensors that it makes for that path, would read the
-    weights. Torch takes that path for two activations only, which an attribute says that nothing
-    else reads.
+    weights. Torch takes that path for two activations only; the attribute that says so has no other
+    use.
     """
     for module in modules:
         if not isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):

@@ -1,8 +1,8 @@
-"""One walk over the modules of a model: which of them multiply by matrices, and of which kind.
+"""Walk over the modules of a model to find the modules with GEMMs, and their kinds.
 
 A *candidate* is a module that multiplies by a matrix of parameters: a linear layer, stacked
-experts, a module of this library, or one that reads parameters of its own in a way that FP8 cannot
-take over. Its kind is asked once, during the walk; all that follows reads the candidate.
+experts, a module of this library, or a module with a forward that FP8 cannot replace. The walk
+determines the kind of a candidate once; all later steps read it from the candidate.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ ParameterUsers = dict[int, list[tuple[nn.Module, str]]]
 
 
 class Candidate(NamedTuple):
-    """A module that multiplies by a matrix of parameters, and of which kind it is."""
+    """A module that multiplies by a matrix of parameters, and its kind."""
 
     name: str
     layer: Any
     linear_class: Any = None
-    """The class of linear layers, torch's or a registered one, that it is or derives from."""
+    """The class of linear layers, of torch or registered, from which the module derives."""
     experts_class: type[OtherExperts] | None = None
-    """The FP8 class of stacked experts like it."""
+    """The FP8 class for stacked experts of this kind."""
     matrices: tuple[str, ...] = ()
-    """Its parameters, if it is of no known kind and seems to multiply by them itself."""
+    """The names of the matrices of a module of unknown kind, which seems to multiply by them."""
 
 
 class ModelWalk(NamedTuple):
-    """The modules of a model, and which of them matter to a conversion."""
+    """The modules of a model, and those of them that matter for a conversion."""
 
     named_modules: list[tuple[str, nn.Module]]
     candidates: list[Candidate]
@@ -52,12 +52,12 @@ class ModelWalk(NamedTuple):
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules without their names."""
+        """All modules without their names."""
         return [module for _, module in self.named_modules]
 
 
 def walk_model(model: nn.Module) -> ModelWalk:
-    """Visit each module of a model once, and ask each of its classes once what it is."""
+    """Visit each module of a model once, and find out once what each class is."""
     named_modules = list(model.named_modules())
     linear_class = {cls: known_linear(cls) for cls in {type(m) for _, m in named_modules}}
     candidates = (_as_candidate(name, m, linear_class[type(m)]) for name, m in named_modules)
@@ -66,21 +66,21 @@ def walk_model(model: nn.Module) -> ModelWalk:
 
 
 _NO_MATRICES = nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, ParametrizationList
-"""Modules whose parameters may have the shape of a matrix that a linear layer multiplies by."""
+"""Modules without GEMMs whose parameters may have the shape of a linear layer's weight."""
 
 
 def _as_candidate(name: str, module: nn.Module, linear_class: type | None) -> Candidate | None:
-    """The candidate that a module is, if it is one; ``linear_class`` is that of its class."""
+    """Return a module as a candidate, or None; ``linear_class`` is that of its own class."""
     has_no_plain_class = isinstance(module, GemmModule) and not isinstance(module, nn.Linear)
     if linear_class is not None or has_no_plain_class:
         return Candidate(name, module, linear_class)
     if (experts := experts_class(module)) is not None:
         return Candidate(name, module, experts_class=experts)
-    if isinstance(module, _ConvNd):  # one of a single position multiplies by a matrix
+    if isinstance(module, _ConvNd):  # a kernel of a single position is a matrix
         is_matrix = set(module.kernel_size) == {1} and module.groups == 1
         return Candidate(name, module, matrices=("weight",)) if is_matrix else None
-    # Stacked experts have three dimensions; a router's weight has two and is called so, unlike
-    # tables of positions.
+    # Stacked experts have three dimensions. A router's parameter with two dimensions has "weight"
+    # in its name, unlike a table of positions.
     matrices = tuple(
         key
         for key, parameter in module._parameters.items()
@@ -95,7 +95,7 @@ def _as_candidate(name: str, module: nn.Module, linear_class: type | None) -> Ca
 
 
 def matrix_shapes(candidate: Candidate) -> list[tuple[int, ...]]:
-    """The sizes of the matrices that a candidate multiplies by; of experts their number first."""
+    """Return the shapes of a candidate's matrices; the number of experts comes first."""
     layer = candidate.layer
     if candidate.matrices:
         if isinstance(layer, _ConvNd):
@@ -114,7 +114,7 @@ def matrix_shapes(candidate: Candidate) -> list[tuple[int, ...]]:
 
 
 def has_recipe(layer: nn.Module) -> bool:
-    """Whether a layer runs in FP8 by a recipe of its own."""
+    """Whether a layer has its own recipe to run in FP8."""
     return any(precision.recipe is not None for _, precision in precisions(layer))
 
 
@@ -128,7 +128,7 @@ def is_unseen(layer: nn.Module) -> bool:
 
 
 def users_of(modules: Iterable[nn.Module]) -> ParameterUsers:
-    """Which of the modules have each parameter."""
+    """Return which of the modules have each parameter."""
     users: ParameterUsers = {}
     for module in modules:
         for name, parameter in module._parameters.items():
