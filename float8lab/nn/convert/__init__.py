@@ -1,4 +1,4 @@
-"""Conversion of existing models: which layers, to what, and a report of what became of each."""
+"""Conversion of existing models to FP8, and a report on each of their layers."""
 
 from float8lab.nn.convert.conversion import convert_to_float8, to_high_precision
 from float8lab.nn.convert.names import matches

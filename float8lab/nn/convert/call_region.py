@@ -1,4 +1,4 @@
-"""Each call of a converted model as one region of delayed scaling."""
+"""Make each call of a converted model a region of delayed scaling."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ __all__ = ["CallRegion", "make_region_of_calls"]
 
 
 class CallRegion(CallHooks):
-    """Makes each call of a model one delayed-scaling region, unless it is inside one already.
+    """Makes each call of a model a delayed-scaling region, unless it is inside a region already.
 
-    Where the call is traced into a graph, so are these hooks. Where only the model's ``forward``
-    is, they run in Python.
+    The hooks are traced if the call is traced into a graph. They run in Python if only the model's
+    ``forward`` is traced.
     """
 
     def __init__(self, recipes: tuple[Recipe, ...]) -> None:
         self._open: Region | None = None
         self._finished = False
         self._prepared = False
-        self.recipes = recipes  # delayed ones of the model's layers
+        self.recipes = recipes  # the delayed recipes of the model's layers
 
     def _prepare(self, model: nn.Module) -> None:
-        home = next((p.device for p in model.parameters()), torch.device("cpu"))
+        default = next((p.device for p in model.parameters()), torch.device("cpu"))
         for _, layer, precision in named_precisions(model):
             if precision.recipe in self.recipes:
-                precision.prepare(next((p.device for p in layer.parameters()), home))
+                precision.prepare(next((p.device for p in layer.parameters()), default))
 
     def before(self, model: nn.Module, args: object) -> None:
         outer = STATE.autocast
@@ -44,7 +44,7 @@ class CallRegion(CallHooks):
         if not torch.compiler.is_compiling() and not self._prepared:
             self._prepared = True
             self._prepare(model)
-            # In an enclosing region other ranks may not call this model at all.
+            # Inside an enclosing region, other ranks may not call this model at all.
             region.has_new_modules = self._open is not None
         for recipe in self.recipes:
             region.expect(recipe, outer.group, calibrating=outer.calibrating)
@@ -64,15 +64,15 @@ class CallRegion(CallHooks):
 
 
 def make_region_of_calls(model: nn.Module, modules: Iterable[nn.Module]) -> None:
-    """Have each call of a model be a region of delayed scaling, by hooks that it keeps.
+    """Make each call of a model a region of delayed scaling, by hooks that the model keeps.
 
-    ``modules`` are the model's.
+    ``modules`` are all modules of the model.
     """
     states = (precision for module in modules for _, precision in precisions(module))
     distinct = dict.fromkeys(state.recipe for state in states if state.recipe is not None)
     recipes = tuple(recipe for recipe in distinct if recipe.linear.delayed)
     for hook in model._forward_pre_hooks.values():
         if isinstance(owner := getattr(hook, "__self__", None), CallRegion):
-            owner.recipes, owner._prepared = recipes, False  # for other layers
+            owner.recipes, owner._prepared = recipes, False  # layers may have changed
             return
     CallRegion(recipes).register(model, prepend=True)

@@ -22,13 +22,13 @@ __all__ = ["Freezing"]
 
 
 class Freezing:
-    """Which weights are to be stored in FP8 and frozen; ``run`` does it.
+    """The weights to store in FP8 and freeze, which ``run`` does.
 
     Args:
-        users: the modules of the model that have each parameter; others than these layers may.
+        users: all modules of the model that have each parameter, including other layers.
 
     Attributes:
-        obstacles: lines about layers whose weights stay as they are.
+        obstacles: lines about layers whose weights stay unchanged.
     """
 
     def __init__(self, plans: Iterable[LayerPlan], users: ParameterUsers) -> None:
@@ -60,7 +60,7 @@ class Freezing:
         self.obstacles.append(f"{candidate.name or '(model)'}: weight not stored in FP8: {reason}")
 
     def run(self) -> None:
-        """Store one weight after the other, so that only one of them is there twice."""
+        """Store the weights one by one, so that at most one weight has two copies at a time."""
         for places, recipe in self._weights:
             layer, name = places[0]
             weight = getattr(layer, name)
@@ -72,7 +72,7 @@ class Freezing:
 
 
 def _reason_to_leave(layer: nn.Module) -> str | None:
-    """Why no weight of a layer can be stored, or None."""
+    """Return why no weight of a layer can be stored in FP8, or None."""
     if any(isinstance(p, UninitializedParameter) for p in layer.parameters()):
         return "it is not initialised yet"
     if isinstance(layer, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)):
@@ -84,9 +84,9 @@ def _obstacle(
     weight: Tensor, places: Sequence[tuple[nn.Module, str]], recipe: Recipe,
     recipes: Mapping[int, Recipe],
 ) -> str | None:  # fmt: skip
-    """Why a weight cannot be stored as a recipe says, or None.
+    """Return why a weight cannot be stored in a recipe's format, or None.
 
-    ``recipes`` are those of all layers whose weights are to be stored, by the layer's id.
+    ``recipes`` has the recipes of all layers whose weights will be stored, by the layer's id.
     """
     if any(recipes.get(id(module)) != recipe for module, _ in places):
         return "another module has it, too"
@@ -96,7 +96,7 @@ def _obstacle(
 
 
 def _stored(layer: nn.Module, weight: Tensor, recipe: Recipe) -> Tensor:
-    if isinstance(layer, OtherLinear):  # blocks are those of [out, in]
+    if isinstance(layer, OtherLinear):  # blocks are those of the matrix [out, in]
         return layer.from_matrix(stored_for(layer.matrix(layer), recipe))
     is_transposed = isinstance(layer, OtherExperts) and all(
         parameter.transposed for parameter in layer.weights(layer).values()

@@ -1,4 +1,4 @@
-"""Which layers of a model a user's names and patterns mean."""
+"""Match the names of a model's layers with a user's names and patterns."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from fnmatch import fnmatchcase
 
 __all__ = ["ADAPTERS", "TRAINED_COPIES", "matches"]
 
-# Names that PEFT gives to modules, since the library need not be there, and others use them too.
+# Names that PEFT gives to modules. PEFT may not be installed, and other libraries use them too.
 ADAPTERS = ("lora_A", "lora_B")
 """The linear layers of low-rank adapters."""
 TRAINED_COPIES = "modules_to_save"
-"""The module that holds the copy of a layer that is trained, beside the layer, which rests."""
+"""The module that holds the trained copy of a layer; the layer itself does not run."""
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a qualified layer name is meant by a pattern.
+    """Whether a qualified layer name matches a pattern.
 
-    A pattern is one or more whole path components, found anywhere in the name; a component may be a
-    glob; a glob may also match the whole name.
+    A pattern has one or more full path components, which may be anywhere in the name; a component
+    may be a glob; a glob may also match the full name.
 
     >>> matches("blocks.0.attn.qkv", "attn"), matches("blocks.0.attn.qkv", "blocks.0")
     (True, True)

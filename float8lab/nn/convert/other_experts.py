@@ -1,8 +1,8 @@
 """Other libraries' modules of stacked experts, and the base of their FP8 classes.  E experts.
 
-The module that knows a library registers the FP8 class of its experts. That class comes after the
-library's in the order of methods; only the methods in ``replaces`` are new. The parameters stay as
-they are.
+The module that supports a library registers the FP8 class of its experts. That class comes after
+the library's class in the order of bases; it replaces only the methods in ``replaces``. The
+parameters stay unchanged.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["ExpertWeight", "OtherExperts", "experts_class", "register_experts", 
 
 
 class ExpertWeight(NamedTuple):
-    """A parameter with matrices of all experts, as a layer of theirs takes it."""
+    """How a layer of the experts takes a parameter that holds matrices of all experts."""
 
     layer: str
-    """The layer, of ``ExpertsBase.layer_names``."""
+    """The layer's name, from ``ExpertsBase.layer_names``."""
     transposed: bool = False
     """Whether the matrices are ``[in, out]``."""
 
@@ -31,13 +31,13 @@ class OtherExperts(ExpertsBase):
     """Base of the FP8 class of another library's module of stacked experts.
 
     Attributes:
-        original: the library's class, which ``to_high_precision`` gives back.
-        replaces: the methods of it that are replaced.
+        original: the library's class, which ``to_high_precision`` restores.
+        replaces: the methods of that class that are replaced.
     """
 
     original: ClassVar[type]
     kinds: ClassVar[list[type[OtherExperts]]] = []
-    """The classes that ``register_experts`` has entered."""
+    """The classes that ``register_experts`` has added."""
     replaces: ClassVar[tuple[str, ...]] = ("forward",)
 
     @staticmethod
@@ -47,52 +47,52 @@ class OtherExperts(ExpertsBase):
 
     @staticmethod
     def layers(module: Any) -> tuple[Layer, Layer]:
-        """The weights and biases of the two layers, ``[E, out, in]`` and ``[E, out]``."""
+        """Return the weights and biases of the two layers, ``[E, out, in]`` and ``[E, out]``."""
         raise NotImplementedError
 
     @classmethod
     def shapes(cls, module: Any) -> list[tuple[int, ...]]:
-        """``[E, out, in]`` of the weights."""
+        """Return the shapes of the weights, ``[E, out, in]``."""
         return [tuple(weight.shape) for weight, _ in cls.layers(module)]
 
     @staticmethod
     def weights(module: nn.Module) -> dict[str, ExpertWeight]:
-        """The parameters with the experts' matrices, by their names below the module.
+        """Return the parameters that hold the experts' matrices, by their names in the module.
 
-        Rows of several parameters of one layer are cast as those of one matrix.
+        The rows of several parameters of the same layer are cast as one matrix.
         """
         raise NotImplementedError
 
     @staticmethod
     def obstacle(module: nn.Module) -> str | None:
-        """Why a module of this kind cannot be converted, or None."""
+        """Return why a module of this kind cannot be converted, or None."""
         return None
 
 
 def register_experts(*kinds: type[OtherExperts]) -> None:
-    """Make ``convert_to_float8`` convert modules that fit one of these classes, asked in order."""
+    """Make ``convert_to_float8`` convert the modules that fit these classes, tried in order."""
     OtherExperts.kinds.extend(kinds)
 
 
 def experts_class(module: nn.Module) -> type[OtherExperts] | None:
-    """The FP8 class of modules like this one, converted or not; None if it has no experts."""
+    """Return the FP8 class for a module, converted or not; None if it is not stacked experts."""
     return next((kind for kind in OtherExperts.kinds if kind.fits(module)), None)
 
 
 def _number_of_experts(module: nn.Module) -> int | None:
-    """How many experts a module holds, if it does: a list of them, or stacked parameters."""
+    """Return the number of experts in a list or in stacked parameters; None without experts."""
     if isinstance(module, nn.ModuleList):
         return len(module)
-    told = [getattr(module, name, None) for name in ("num_experts", "num_gemms")]
-    counts = [count for count in told if isinstance(count, int)]
+    attributes = [getattr(module, name, None) for name in ("num_experts", "num_gemms")]
+    counts = [count for count in attributes if isinstance(count, int)]
     return next(iter(counts or (p.shape[0] for p in module.parameters() if p.ndim == 3)), None)
 
 
 def routers(named_modules: Iterable[tuple[str, nn.Module]]) -> set[nn.Module]:
-    """The modules of a model that choose experts, and those below them.
+    """Return the modules of a model that choose experts, and the modules below them.
 
-    They are called ``router``, or ``gate`` beside ``experts``, all of which the gate scores, and in
-    some models (Zaya's) that none of them is to have the token.
+    They are called ``router``, or ``gate`` if the parent also has ``experts``. Such a gate has a
+    score for each expert, and in some models (Zaya's) also a score for "no expert".
     """
     modules: set[nn.Module] = set()
     for name, module in named_modules:

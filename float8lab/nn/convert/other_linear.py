@@ -1,7 +1,7 @@
-"""Linear layers of other libraries that are no torch.nn.Linear, and their FP8 classes.
+"""Linear layers of other libraries that are not torch.nn.Linear, and their FP8 classes.
 
 ``convert_to_float8`` recognises such a layer by the qualified name of its class, without an
-import of the library; the module that knows the library registers the name.
+import of the library; the module that supports the library registers the name.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ __all__ = ["OtherLinear", "known_linear", "load_float8_class", "register_linear"
 class OtherLinear(MovedInPlace):
     """Base of the FP8 class of another library's linear layer.
 
-    Such a class comes before the library's: ``class Float8Conv1D(OtherLinear, Conv1D)``. The layer
-    has a parameter ``weight``, in whatever layout, and a ``bias``, ``[out]`` or None.
+    It comes before the library's class in the bases: ``class Float8Conv1D(OtherLinear, Conv1D)``.
+    The layer has a parameter ``weight`` in any layout, and a ``bias``, ``[out]`` or None.
 
     Attributes:
-        original: the library's class, which ``to_high_precision`` gives back.
+        original: the library's class, which ``to_high_precision`` restores.
     """
 
     original: ClassVar[type]
     loaders: ClassVar[dict[str, Callable[[], type[OtherLinear]]]] = {}
     """Functions that load the FP8 class of a linear layer, by the qualified name of the layer's
-    class; ``register_linear`` enters them."""
+    class; ``register_linear`` adds them."""
     gemm_names: ClassVar[tuple[str, ...]] = ("",)
-    """The suffixes of the names of its GEMMs' FP8 states, after ``_fp8``."""
+    """The suffixes after ``_fp8`` in the names of the GEMMs' FP8 states."""
     _fp8: Precision
     weight: Tensor
     bias: Tensor | None
 
     @staticmethod
     def matrix(layer: Any) -> Tensor:
-        """The weight of a layer, converted or not, as ``[out, in]``: a view."""
+        """Return the weight of a layer, converted or not, as a view ``[out, in]``."""
         raise NotImplementedError
 
     @staticmethod
     def from_matrix(matrix: Tensor) -> Tensor:
-        """The weight, of which ``matrix`` is the view."""
+        """Return the weight of which ``matrix`` is the view."""
         raise NotImplementedError
 
     @property
@@ -62,7 +62,7 @@ class OtherLinear(MovedInPlace):
         return self.matrix(self).shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to ``[..., in]``; returns ``[..., out]``."""
+        """Apply the layer to ``[..., in]`` and return ``[..., out]``."""
         weight = self.matrix(self)
         call = self._fp8.begin(x, weight, training=self.training)
         return self._gemm(self._fp8, x, weight, self.bias, call)
@@ -71,7 +71,7 @@ class OtherLinear(MovedInPlace):
         self, precision: Precision, x: Tensor, weight: Tensor, bias: Tensor | None,
         call: Call | None,
     ) -> Tensor:  # fmt: skip
-        """``x @ weight.T + bias``; in high precision, and its amaxes if asked for, without call."""
+        """Compute ``x @ weight.T + bias``, without a call in high precision or to calibrate."""
         x = x.dequantize() if isinstance(x, Float8Tensor) else x
         if call is None:
             return linear_in_high_precision(precision, x, plain(weight), bias, None)
@@ -89,20 +89,20 @@ def register_linear(name: str, load: Callable[[], type[OtherLinear]]) -> None:
 
     Args:
         name: module and name of the class, as in ``"transformers.pytorch_utils.Conv1D"``.
-        load: returns its FP8 class. Called when a model has such a layer.
+        load: returns the FP8 class, and is called only when a model has such a layer.
     """
     OtherLinear.loaders[name] = load
 
 
 def known_linear(cls: type) -> Any:
-    """The class of linear layers, torch's or a registered one, that ``cls`` is or derives from."""
+    """Return the class of linear layers, of torch or registered, that ``cls`` derives from."""
     if issubclass(cls, nn.Linear):
         return nn.Linear
     return next((base for base in cls.__mro__ if _name(base) in OtherLinear.loaders), None)
 
 
 def load_float8_class(linear_class: type) -> type[OtherLinear]:
-    """The FP8 class of a registered class."""
+    """Return the FP8 class of a registered class."""
     return OtherLinear.loaders[_name(linear_class)]()
 
 

@@ -1,8 +1,8 @@
 """conversion_report: which linear layers of a converted model run in FP8, which do not, and why.
 
-The report is made when it is asked for. ``convert_to_float8`` leaves a sentence with each layer it
-has looked at, and its notes on the whole call with the module that it was given. Both are plain
-attributes, so they follow the modules into copies, pickles and other models.
+The report is made on request. ``convert_to_float8`` leaves a sentence with each layer that it has
+examined, and its notes on the call with the module that it was given. Both are plain attributes, so
+they follow the modules into copies, pickles and other models.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class LayerReport:
     """(out_features, in_features); for stacked matrices, their number comes first."""
     converted: bool
     note: str
-    """The recipe of a converted layer, or the reason why it was skipped; with predicted times where
-    the recipe was chosen."""
+    """The recipe of a converted layer, or the reason why it was skipped; with predicted times if
+    ``Auto`` chose the recipe."""
     parameters: int
 
 
@@ -56,13 +56,13 @@ class ConversionReport:
     """The linear layers of a model, in FP8 or not, and why; ``print`` it for a table."""
 
     layers: tuple[LayerReport, ...]
-    """One entry for each candidate, in the model's order."""
+    """An entry for each candidate, in the model's order."""
     unmatched: tuple[str, ...]
     """Names given in ``exclude`` or ``overrides`` that no layer has."""
     total_parameters: int
-    """Those of the whole model, shared ones counted once."""
+    """The number of the model's parameters, where shared parameters count once."""
     notes: tuple[str, ...] = ()
-    """Sentences about the whole, each printed as a line."""
+    """Sentences about the model, each printed as a line."""
 
     @property
     def converted(self) -> tuple[LayerReport, ...]:
@@ -76,7 +76,7 @@ class ConversionReport:
 
     @property
     def summary(self) -> str:
-        """How much of the model runs in FP8, in one line."""
+        """A line that says how much of the model runs in FP8."""
         in_fp8 = sum(layer.parameters for layer in self.converted)
         return (
             f"{len(self.converted)} of {len(self.layers)} linear layers in FP8, "
@@ -90,7 +90,7 @@ class ConversionReport:
         return f"<ConversionReport: {self.summary}>"
 
     def _repr_html_(self) -> str:
-        """The table that notebooks show."""
+        """Return the table that notebooks show."""
         remarks = "<br>".join(escape(line) for line in self._remarks())
         return f"{html_table(_HEADINGS, self._rows())}<p>{remarks}</p>"
 
@@ -114,14 +114,14 @@ _HEADINGS = ("layer", "out x in", "", "", "share")
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
-    """Say which linear layers of a converted model run in FP8, which do not, and why.
+    """Report which linear layers of a converted model run in FP8, which do not, and why.
 
-    The report is of the model as it is now, after all conversions of it or of parts of it. A layer
-    that no conversion has looked at is reported as not converted.
+    The report describes the present model, after all conversions of the model or its parts. A layer
+    that no conversion has examined is reported as not converted.
 
     Args:
-        model: a model that ``convert_to_float8`` was given, or one that has such a model in it or
-            is part of one.
+        model: a model that ``convert_to_float8`` was given, or a model that contains such a model
+            or is a part of it.
 
     Raises:
         ValueError: no part of the model was converted, or ``to_high_precision`` has undone it.
@@ -144,7 +144,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
 
 
 def report_of_walk(model: nn.Module, walk: ModelWalk) -> ConversionReport:
-    """The report of a model whose modules have been visited."""
+    """Make the report of a model from a walk over its modules."""
     conversions = [vars(m)[_CONVERSION] for m in walk.modules if _CONVERSION in vars(m)]
     notes_of_calls = (note for _, notes in conversions for note in notes)
     return ConversionReport(
@@ -164,7 +164,7 @@ def remember_conversion(
     model: nn.Module, walk: ModelWalk, unmatched: Sequence[str], notes: Sequence[str],
     layers: Iterable[tuple[nn.Module, str]],
 ) -> None:  # fmt: skip
-    """Keep the notes of a conversion, ``layers`` of each candidate, in place of earlier ones."""
+    """Replace the notes on a model by a conversion's; ``layers`` has the notes on candidates."""
     for module in walk.modules:
         vars(module).pop(_CONVERSION, None)
     vars(model)[_CONVERSION] = (tuple(unmatched), tuple(notes))
@@ -174,7 +174,7 @@ def remember_conversion(
 
 
 def explain_layer(layer: nn.Module, note: str) -> None:
-    """Say in the report why a layer stays in high precision, in place of what was said before."""
+    """Set what the report says about a layer, such as why it stays in high precision."""
     vars(layer)[_NOTE] = note
 
 
@@ -186,7 +186,7 @@ def forget_conversion(model: nn.Module) -> None:
 
 
 def was_converted(model: nn.Module) -> bool:
-    """Whether there is something to report."""
+    """Whether a model has notes of a conversion to report."""
     return any(_NOTE in vars(module) or _CONVERSION in vars(module) for module in model.modules())
 
 
@@ -199,7 +199,7 @@ def _report_layer(candidate: Candidate) -> LayerReport:
     is_lazy = any(isinstance(p, UninitializedParameter) for p in layer.parameters())
     if is_lazy and recipe is not None:
         note = f"{note}, converts when it materialises"
-    # Below a module that multiplies by its own parameters may be candidates.
+    # A module that multiplies by its own parameters may contain candidates.
     has_own = bool(candidate.matrices) or isinstance(layer, nn.MultiheadAttention)
     parameters = layer._parameters.values() if has_own else layer.parameters()
     count = sum(_size(p) for p in parameters if p is not None)
@@ -208,12 +208,12 @@ def _report_layer(candidate: Candidate) -> LayerReport:
 
 
 def _size(parameter: Tensor) -> int:
-    """Number of elements; 0 for a lazy layer's parameter that has no shape yet."""
+    """Return the number of elements; 0 for a lazy layer's parameter that has no shape yet."""
     return 0 if isinstance(parameter, UninitializedParameter) else parameter.numel()
 
 
 def _emulation_notes(walk: ModelWalk) -> list[str]:
-    """Recipes for which the device of the layers has to run GEMMs in high precision."""
+    """Return notes on recipes whose GEMMs the layers' device must run in high precision."""
     notes: dict[Recipe, str] = {}
     for candidate in walk.candidates:
         for _, precision in precisions(candidate.layer):
@@ -229,7 +229,7 @@ def _emulation_notes(walk: ModelWalk) -> list[str]:
 
 
 def emulated_gemms(plan: LinearPlan, device: torch.device) -> list[str]:
-    """The FP8 GEMMs of a plan that a device runs in high precision."""
+    """Return the names of a plan's FP8 GEMMs that a device runs in high precision."""
     return [
         name
         for name, gemm in plan.gemms().items()
@@ -242,7 +242,7 @@ def emulated_gemms(plan: LinearPlan, device: torch.device) -> list[str]:
 
 
 def _attention_notes(walk: ModelWalk) -> list[str]:
-    """Whether the attention that recipes ask for in FP8 runs in FP8."""
+    """Return notes on whether attention runs in FP8 where recipes ask for it."""
     asking = [
         (module, precision.recipe)
         for module in walk.modules

@@ -1,8 +1,8 @@
 """The FP8 class of ``torch.nn.MultiheadAttention``.  N batch, L queries, S keys, E features.
 
 The projections of query, key and value are FP8 GEMMs on rows of the layer's own parameters. The
-output projection is a converted linear layer of its own, which the attention calls. What lies
-between them runs in high precision, by torch's functions.
+output projection is a separate converted layer, which the attention calls. The attention between
+the projections runs in high precision, by torch's functions.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["Float8TorchAttention"]
 class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
     """``torch.nn.MultiheadAttention`` whose projections run in FP8.
 
-    Query, key and value that are one tensor are projected by one GEMM with the whole
-    ``in_proj_weight``, key and value that are one tensor by one GEMM with its rows. In high
-    precision, and with nested tensors, the forward is torch's own, its fused path included.
+    If query, key and value are the same tensor, a single GEMM with all of ``in_proj_weight``
+    projects them; if only key and value are, a GEMM with their rows of it projects both. In high
+    precision, and with nested tensors, torch's own forward runs, also its fused path.
     """
 
     original = nn.MultiheadAttention
@@ -39,7 +39,7 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
 
     @staticmethod
     def matrix(layer: nn.Module) -> Tensor:
-        """The packed weight ``[3 E, E]``, or that of the query's projection, ``[E, E]``."""
+        """Return the packed weight ``[3 E, E]``, or the query's weight, ``[E, E]``."""
         packed: Tensor | None = layer.in_proj_weight  # type: ignore[assignment]
         return layer.q_proj_weight if packed is None else packed  # type: ignore[return-value]
 
@@ -54,9 +54,9 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as ``torch.nn.MultiheadAttention`` does; its documentation has the arguments."""
+        """Compute attention; torch's documentation of ``MultiheadAttention`` has the arguments."""
         inputs, masks = (query, key, value), (attn_mask, key_padding_mask)
-        # Torch's forward runs what FP8 does not, and raises the errors.
+        # Torch's forward runs the calls that FP8 does not take, and raises the errors.
         fits = self._takes(inputs, masks, is_causal)
         call = self._fp8.begin(query, self.matrix(self), training=self.training) if fits else None
         if not fits or (call is None and not STATE.autocast.calibrating):
@@ -65,7 +65,7 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
                 average_attn_weights, is_causal,
             )  # fmt: skip
         q, k, v = self._heads(self._project(inputs, call))
-        # The hint replaces the mask where nothing else needs it.
+        # The hint ``is_causal`` replaces the mask if nothing else needs a mask.
         is_causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if is_causal else self._merged_mask(masks, query.dtype, k)
         attended, weights = self._attend((q, k, v), mask, is_causal, need_weights)
@@ -81,7 +81,7 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
     def _takes(
         self, inputs: Sequence[Tensor], masks: Sequence[Tensor | None], is_causal: bool
     ) -> bool:
-        """Whether the arguments fit each other, none nested; the hint needs an attention mask."""
+        """Whether the arguments fit together and are not nested; the hint needs ``attn_mask``."""
         attn_mask, padding = masks
         dims = inputs[0].dim()
         if dims not in (2, 3) or any(x.is_nested or x.dim() != dims for x in inputs):
@@ -98,7 +98,7 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
         return attn_mask is None or attn_mask.shape in ((L, S), (N * self.num_heads, L, S))
 
     def _project(self, inputs: Sequence[Tensor], call: Call | None) -> Sequence[Tensor]:
-        """Query, key and value, projected; ``call`` is that of the query's GEMM."""
+        """Project query, key and value; ``call`` belongs to the query's GEMM."""
         query, key, value = inputs
         packed, bias, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         if packed is not None and query is key and key is value:
@@ -117,13 +117,13 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
         return [*map(self._gemm, precisions, inputs, weights, biases, (call, key_call, value_call))]
 
     def _batch_first(self, x: Tensor) -> Tensor:
-        """An input as ``[N, L, E]``."""
+        """Return an input as ``[N, L, E]``."""
         if x.dim() == 2:
             return x.unsqueeze(0)
         return x if self.batch_first else x.transpose(0, 1)
 
     def _heads(self, projected: Sequence[Tensor]) -> list[Tensor]:
-        """The heads ``[N, H, L, D]`` of query, key and value, with the keys that the layer adds."""
+        """Return the heads ``[N, H, L, D]`` of query, key and value, with the layer's own keys."""
         q, k, v = map(self._batch_first, projected)
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.expand(k.shape[0], -1, -1)], 1)
@@ -135,7 +135,7 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
     def _merged_mask(
         self, masks: Sequence[Tensor | None], dtype: torch.dtype, k: Tensor
     ) -> Tensor | None:
-        """The sum of both masks, which is added to the scores of all keys ``k``."""
+        """Return the sum of both masks, to be added to the scores of all keys ``k``."""
         N, keys = k.shape[0], k.shape[2]
         attn_mask, padding = masks
         if attn_mask is not None and padding is not None and attn_mask.dtype != padding.dtype:
@@ -155,7 +155,7 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
     def _attend(
         self, heads: Sequence[Tensor], mask: Tensor | None, is_causal: bool, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The values, weighted, ``[N, H, L, D]``, and the weights ``[N, H, L, S]`` if needed."""
+        """Return the weighted values, ``[N, H, L, D]``, and their weights, ``[N, H, L, S]``."""
         q, k, v = heads
         dropout = self.dropout if self.training else 0.0
         mask = None if mask is None else mask.to(q.dtype)
@@ -168,7 +168,7 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
 
 
 def _as_added(mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:
-    """A mask as what is added to scores: -inf where it is True, and 0 for further keys."""
+    """Convert a mask to numbers to add to scores: -inf where it is True, and 0 for added keys."""
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
     return functional.pad(mask, (0, keys - mask.shape[-1]))
