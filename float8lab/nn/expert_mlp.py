@@ -284,7 +284,7 @@ class ExpertMLP(ExpertsBase, GemmModule):
                 CPU waits if the mask is on a GPU.
             is_first_microbatch: as in ``GroupedLinear.forward``, for both weights.
         """
-        if is_dtensor(self._parameters.get("fc1_weight")):  # reading it would run parametrizations
+        if is_dtensor(self._parameters.get("fc1_weight")):  # getattr would run parametrizations
             raise NotImplementedError(
                 "ExpertMLP must be given the rows of its experts where ranks share them; got a "
                 "call with tokens. Call moe_dispatch, run_rows and moe_combine."

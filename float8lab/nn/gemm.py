@@ -260,7 +260,7 @@ def forward(
     matrix: Matrix = computed if offsets is None else Groups.of(computed, offsets)
     value = comm.gather(value_of(matrix)) if comm.gathers_x_first and any(specs) else matrix
 
-    # The GEMM itself is free of state: the module's state is read before it and written after it.
+    # Everything that depends on the state of the module comes before the GEMM, or after it.
     amaxes = amaxes_of_shards(value, weight, call) if comm.is_sharded else (None, None)
     source = input_source(value, None if is_prologue else inp, specs, call, amaxes[0])
     w_source = weight_source(weight, call, amaxes[1]) if casts_weight else WeightSource()
@@ -818,7 +818,7 @@ def _recast(
 
 
 class LinearFunction(Float8Function):
-    """``x @ weight.T + bias`` with FP8 GEMMs, forward and backward: ``run`` it.
+    """Compute ``x @ weight.T + bias`` with FP8 GEMMs, forward and backward, by ``run``.
 
     Args:
         x: ``[..., K]``.

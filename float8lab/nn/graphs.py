@@ -391,7 +391,7 @@ class _Graphed:
         return None
 
     def _is_due(self, key: _Key, tensors: list[Tensor], structure: _Structure) -> bool:
-        """Whether to record a call: the second one of its key, with all tensors on one GPU."""
+        """Whether to record a call: the second call with its key, if all tensors are on one GPU."""
         if len(self.recorded) + len(self.refused) >= self.limit or key in self.refused:
             return False
         if key not in self.seen:

@@ -415,14 +415,14 @@ class Precision:
             STATE.region.packs[slots.pack] = None
 
     def end(self, call: Call) -> None:
-        """Advance the scales after a call that is a region of its own."""
+        """Advance the scales after a call that is a region by itself."""
         if torch.compiler.is_compiling():
             advance_in_graph(())
         elif isinstance(call.scales, DelayedScales):
             advance_scales([call.scales.slots.pack])
 
     def to(self, device: torch.device) -> None:
-        """Follow the module to another device."""
+        """Move the state to the device of the module."""
         self.weight_cast = None
         for slots in self.slots.values():
             slots.to(device)

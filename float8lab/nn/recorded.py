@@ -166,7 +166,7 @@ class Recorded:
         return not lacks_gradients and (self.node is None or self.node() is None)
 
     def __call__(self, *tensors: Tensor) -> object:
-        """Replay, with gradients as they were recorded."""
+        """Replay the forward, and the backward later if that was recorded."""
         if self.backward is _no_graph:
             outputs: Sequence[Tensor] = self.replay_forward(tensors)
         else:
@@ -310,7 +310,7 @@ def record(
 def _run(
     units: Sequence[Unit], allow_unused: bool, exact: bool, capture: _Capture
 ) -> list[Recorded]:
-    """Run forward and backward of all units, each by ``capture``."""
+    """Run the forwards, then the backwards, of all units, each by ``capture``."""
     recordings = [Recorded(unit, exact=exact, allow_unused=allow_unused) for unit in units]
     for recorded, unit in zip(recordings, units, strict=True):
         recorded.record_forward(unit, capture)

@@ -101,7 +101,7 @@ class Places(NamedTuple):
     tokens: Tensor
     """``[4, T]`` int64: each token's row and position in the call, its page, its position there."""
     sequences: Tensor
-    """``[3, B]`` int32: each sequence's row of the table, tokens before the call, and in it."""
+    """``[3, B]`` int32: each sequence's row of the table, tokens before the call, new tokens."""
     table: Tensor
     """``[max B, n]`` int32, pages by row."""
 
