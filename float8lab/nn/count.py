@@ -72,8 +72,7 @@ class count_gemms:
     Every GEMM that reaches torch's dispatcher counts: linear layers, matmul, grouped GEMMs,
     attention written with matmul. GEMMs inside a fused attention kernel or a compiled graph do not
     count. A grouped GEMM counts as a single GEMM. An FP8 format that this device multiplies in high
-    precision counts as high precision. Module names are qualified from the module that was called
-    first.
+    precision counts as high precision. Module names are qualified from the first module called.
 
     >>> layer = float8lab.Linear(32, 32, device="cpu")
     >>> with float8lab.count_gemms() as counts, float8lab.autocast():

@@ -296,8 +296,7 @@ class _Mlp(Float8Function):
         gradient = Gradient(dh, call.fc1, needs=wants, offsets=offsets)
         # Free the largest tensors of a layer: the GEMMs need only their cast.
         del h, da, dh, activated, saved2, tensors
-        # Autograd would free them only after backward has returned. If the graph is retained, this
-        # call frees nothing.
+        # Autograd would free them only after backward. In a retained graph, this frees nothing.
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()
         dn, dw1, db1 = backward(

@@ -76,8 +76,7 @@ def make_graphed_callables(  # the signature is the interface that users' code i
     run; the backward of each of several forwards must come before the next round.
 
     Args:
-        modules: a module, a function of tensors, or a tuple of them. The ``forward`` of a module is
-            replaced.
+        modules: a module, whose ``forward`` is replaced, a function of tensors, or a tuple of them.
         sample_args: a tuple of tensors like the real arguments, or for a tuple of modules a tuple
             of such tuples; the values do not matter.
         num_warmup_iters: eager steps before recording, which leave FP8's state unchanged.

@@ -236,8 +236,7 @@ class GroupedLinear(GemmModule):
     ) -> tuple[Call | None, list[Tensor]]:
         """Decide how the GEMM runs (None: in high precision), and which weights autograd sees."""
         # If autograd sees the weights themselves, their gradients go into ``main_grad`` at once.
-        # If it sees a copy, it does not tell which weights have a gradient, so each weight passes
-        # its gradient on.
+        # If it sees a copy, it does not tell which weights have gradients: each passes its own on.
         fused: tuple[Tensor, ...] = ()
         if self.fuse_wgrad_accumulation:
             trained = (w for w in weights if w.requires_grad)

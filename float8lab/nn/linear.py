@@ -137,8 +137,7 @@ class Linear(GemmModule, nn.Linear):
             input: ``inp``, by its name in ``torch.nn.Linear``.
 
         Returns:
-            ``[..., out_features]``; with ``return_bias``, the output without the bias, and the
-            bias.
+            ``[..., out_features]``; with ``return_bias``, the output without bias, and the bias.
         """
         if input is not None:
             if inp is not None:

@@ -379,9 +379,8 @@ def _refuse_to_wait() -> Iterator[None]:
 def _alias(parameter: nn.Parameter) -> nn.Parameter:
     """Return another parameter with the same memory."""
     # Autograd's node of a parameter belongs to the stream where it was made, and is reused as long
-    # as something holds it, such as a forward whose backward is pending, or
-    # ``DistributedDataParallel``. A recording cannot wait for another stream, so it needs new
-    # nodes.
+    # as something holds it, such as a pending backward or ``DistributedDataParallel``. A recording
+    # cannot wait for another stream, so it needs new nodes.
     alias = nn.Parameter(parameter.detach())
     alias.__dict__ = parameter.__dict__
     return alias

@@ -57,11 +57,9 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
         sequence_parallel: shard the tokens over tensor-parallel ranks outside the blocks' GEMMs:
             each rank computes residuals, norms and dropout of its tokens. Gradients of norms and
             output biases are partial: ``float8lab.distributed.reduce_sequence_parallel_gradients``.
-        apply_residual_connection_post_layernorm: residuals are the norms' outputs, not their
-            inputs.
+        apply_residual_connection_post_layernorm: residuals are the norms' outputs, not inputs.
         output_layernorm: the self attention has no input norm; the layer's output is normalized.
-        parallel_attention_mlp: attention and MLP both take the layer's input, each with its norm,
-            and share a residual.
+        parallel_attention_mlp: attention and MLP each normalize the same input, with one residual.
         layer_type: "encoder"; "decoder" adds cross attention to ``encoder_output``.
         drop_path_rate: in training, skip a block for each sample with this probability, and divide
             its output by ``1 - drop_path_rate`` otherwise. The cross attention is never skipped.

@@ -100,8 +100,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
             bottom-right mask aligns the last query to the last key.
         window_size: ``(left, right)``: query i sees the keys from ``i + d - left`` to
             ``i + d + right``, with ``d = Sk - Sq`` (0 for ``causal`` and ``padding_causal``; with
-            padding, Sk and Sq count without it); -1 is no limit. A causal mask stays causal
-            whatever ``right`` is.
+            padding, Sk and Sq count without it); -1 is no limit. A causal mask ignores ``right``.
         sequence_parallel: tokens are shards, and the model runs its layers under a stream that
             differs between ranks: dropout uses the default generator, not the tracker.
         tp_size: R, which divides G.
@@ -300,13 +299,11 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
             cu_seqlens_q: ``[B + 1]`` cumulative lengths of the query sequences: for thd, and for
                 padding masks instead of ``attention_mask``.
             cu_seqlens_kv: the same for key and value; None is ``cu_seqlens_q`` in self attention.
-            max_seqlen_q: for thd, the longest sequence; computed if None. In other formats the
-                shape has it.
+            max_seqlen_q: for thd, the longest sequence, computed if None; unused otherwise.
             max_seqlen_kv: the same for key and value.
             attn_mask_type: overrides the constructor's argument.
             window_size: overrides the constructor's argument.
-            checkpoint_core_attention: recompute the attention in backward instead of saving its
-                tensors.
+            checkpoint_core_attention: recompute the attention in backward, to save memory.
             core_attention_bias_type: ``no_bias``; ``pre_scale_bias``: the bias is added before the
                 scores are scaled; ``post_scale_bias``: it is added afterwards; ``alibi``.
             core_attention_bias: broadcasts to ``[B, H, Sq, Sk]``; may require a gradient. Each
@@ -317,8 +314,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
             fast_zero_fill: no effect: values that are not computed are always 0.
             inference_params: key/value cache: keys and values are added to it, and queries attend
                 to everything that it holds.
-            cu_seqlens_q_padded: ``[B + 1]``, where the sequences start, for thd with unused tokens
-                after each sequence.
+            cu_seqlens_q_padded: ``[B + 1]``, the starts of sequences, for thd with gaps after them.
             cu_seqlens_kv_padded: the same for key and value; if it and ``cu_seqlens_kv`` are None,
                 ``cu_seqlens_q_padded``.
             pad_between_seqs: whether there are unused tokens between the sequences of thd; None

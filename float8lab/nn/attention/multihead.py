@@ -105,8 +105,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
 
     Shape: input and output ``[S, B, hidden_size]`` (sbhd), ``[B, S, hidden_size]`` (bshd) or
     ``[T, hidden_size]`` (thd). With ``sequence_parallel`` they and ``encoder_output`` hold a
-    rank's shard of the first dimension; the attention in between takes all tokens, for the heads
-    of the rank.
+    rank's shard of the first dimension; attention takes all tokens, for the heads of the rank.
 
     Submodules and parameters: ``qkv`` (``layernorm_qkv`` with ``input_layernorm``), in cross
     attention ``query_layer`` (``layernorm_query``) and ``key_value``; ``q_norm`` and ``k_norm``
@@ -134,8 +133,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         set_parallel_mode: shard the heads over the tensor-parallel ranks: the projections of
             query, key and value are column parallel, ``proj`` is row parallel. Without it every
             rank has all of the module.
-        fuse_qkv_params: a single parameter for the three projections (in cross attention for two:
-            key and value).
+        fuse_qkv_params: one parameter for query, key and value (in cross attention: key and value).
         qkv_weight_interleaved: with ``fuse_qkv_params``, order the rows of the weight by groups,
             with each group's query heads, key head and value head together. False: all queries, all
             keys, all values (on a rank: its queries, its keys, its values). Without

@@ -18,8 +18,7 @@ __all__ = ["CallRegion", "make_region_of_calls"]
 class CallRegion(CallHooks):
     """Makes each call of a model a delayed-scaling region, unless it is inside a region already.
 
-    The hooks are traced if the call is traced into a graph. They run in Python if only the model's
-    ``forward`` is traced.
+    The hooks are traced with a traced call, but run in Python if only ``forward`` is traced.
     """
 
     def __init__(self, recipes: tuple[Recipe, ...]) -> None:

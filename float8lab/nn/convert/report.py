@@ -120,8 +120,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     that no conversion has examined is reported as not converted.
 
     Args:
-        model: a model that ``convert_to_float8`` was given, or a model that contains such a model
-            or is a part of it.
+        model: a model that was given to ``convert_to_float8``, or that contains or is part of one.
 
     Raises:
         ValueError: no part of the model was converted, or ``to_high_precision`` has undone it.

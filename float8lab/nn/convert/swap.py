@@ -134,8 +134,7 @@ def run_layers_of_encoders(modules: Iterable[nn.Module]) -> None:
     """Make torch's encoders call their layers in evaluation, if some of the layers are in FP8.
 
     An encoder's fused path, and the nested tensors that it makes for that path, would read the
-    weights. Torch takes that path for two activations only; the attribute that says so has no other
-    use.
+    weights. Torch takes this path for two activations; the attribute that says so has no other use.
     """
     for module in modules:
         if not isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
