@@ -39,7 +39,7 @@ __all__ = [
 def amaxes_of_shards(x: Matrix, weight: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
     """Return the amaxes of an input and a weight that are both sharded, from a single reduction.
 
-    They are None unless both tensors need such an amax; if one does, its cast reduces the amax.
+    They are None unless both tensors need such an amax; if only one does, its cast reduces it.
     """
     plan, parallel = call.plan, call.comm.parallel
     per_tensor = plan.x.per_tensor and plan.w.per_tensor and plan.fprop is not None
@@ -131,7 +131,7 @@ def show_cast(
 ) -> None:  # fmt: skip
     """Show that a matrix was cast to ``operand`` for a layer's GEMMs.
 
-    A cast of x or w in backward repeats a shown one, unless the cast is ``only_in_backward``.
+    In backward, a cast of x or w repeats a cast of forward, unless it is ``only_in_backward``.
     """
     if isinstance(x, Groups):
         operand, spec = _with_row_scales(x, operand, spec)
@@ -263,7 +263,7 @@ def weight_source(weight: Tensor, call: Call, amax: Tensor | None = None) -> Wei
 
     It is in FP8 if it is stored in FP8, if its cast is kept, or if it is cast here, as in a
     compiled graph. Eager mode casts it in every forward unless the caller says that it did not
-    change; no version counter says so, for fused optimizers and ``weight.data`` do not touch it.
+    change; a version counter cannot tell, for fused optimizers and ``weight.data`` do not touch it.
     The caller says so by ``is_first_microbatch``: True casts and keeps, False reuses.
     """
     if isinstance(weight, Float8Tensor):

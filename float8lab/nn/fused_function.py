@@ -141,7 +141,7 @@ class MlpCall(NamedTuple):
     fc1: Call
     fc2: Call
     checkpoint: bool = False
-    """Whether backward recomputes the activation's input, rather than forward saves it."""
+    """Whether backward recomputes the activation's input, so that forward does not save it."""
     fp8_input: bool = False
     """Whether forward saves the activation's input in FP8; no effect with ``checkpoint``."""
 

@@ -152,7 +152,7 @@ def save_policy(
 
 
 def _saves_weight(plan: LinearPlan, needs_dx: bool, recomputes: bool, *, has_data: bool) -> bool:
-    """Whether a GEMM of backward needs the weight itself, since no FP8 data of it serve."""
+    """Whether a GEMM of backward needs the weight, since no saved FP8 data can replace it."""
     in_high_precision = (needs_dx and plan.dgrad is None) or (recomputes and plan.fprop is None)
     return in_high_precision or ((needs_dx or recomputes) and not has_data)
 
@@ -522,8 +522,8 @@ def backward(
     A gradient of the weight that goes into ``main_grad`` is returned as ``accumulate`` returns it.
 
     Args:
-        dy: the gradient of the output. A caller that needs it no longer casts it first, to a
-            ``Gradient``; this function frees the fields of a ``Gradient``.
+        dy: the gradient of the output. A caller that no longer needs it casts it first, to a
+            ``Gradient``, whose fields this function frees.
         x: the input of fprop, if it was a prologue.
         saved: the tensors that ``forward`` returned.
         needs: whether the gradients of x, weight and bias are needed.

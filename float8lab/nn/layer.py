@@ -167,9 +167,9 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
         named = {"out_features": out_features}
         if sizes is not None:
             named = {f"parameters_split[{name!r}]": size for name, size in sizes.items()}
-        R_out, R_in = (self.tp_size if mode == kind else 1 for kind in ("column", "row"))
-        rows = tuple(parallel.share_of(name, size, R_out) for name, size in named.items())
-        K = parallel.share_of("in_features", in_features, R_in)
+        out_ranks, in_ranks = (self.tp_size if mode == kind else 1 for kind in ("column", "row"))
+        rows = tuple(parallel.share_of(name, size, out_ranks) for name, size in named.items())
+        K = parallel.share_of("in_features", in_features, in_ranks)
         self.out_features, self.in_features = sum(rows), K
         prefixes = [""] if sizes is None else [f"{name}_" for name in sizes]
         weights, biases = (tuple(f"{p}{kind}" for p in prefixes) for kind in ("weight", "bias"))

@@ -307,7 +307,7 @@ class ContextParallelModule(TensorParallelModule):
         Args:
             cp_group: the group; None is one rank. For ``a2a+p2p``, a list of two groups: A ranks
                 that exchange tokens for heads, and P ranks that pass keys and values around. Rank a
-                of the first and p of the second group has the tokens of global rank ``p * A + a``.
+                of the first and p of the second group has the tokens of rank ``p * A + a`` of all.
             cp_global_ranks: no effect: the group knows its ranks.
             cp_stream: no effect: collectives run on their own streams.
             cp_comm_type: ``p2p``: keys and values go from rank to rank, while a rank attends to

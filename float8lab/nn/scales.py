@@ -29,7 +29,7 @@ X, W, DY = 0, 1, 2
 """Indices of a linear layer's cast tensors."""
 
 _SHORT_ROWS = 1024
-"""Inductor makes reductions of up to so many values "persistent"."""
+"""Inductor makes reductions of up to this many values "persistent"."""
 
 
 class ScaleSource:
