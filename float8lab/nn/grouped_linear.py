@@ -32,7 +32,7 @@ from float8lab.tensor.permute import are_sizes
 __all__ = ["GroupedLinear", "offsets_of"]
 
 _PLAIN = nn.Parameter, Float8Tensor
-"""The types of parameters that are not DTensors."""
+"""The types of parameters that are unsharded on this rank."""
 
 
 class GroupedLinear(GemmModule):

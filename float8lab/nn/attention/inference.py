@@ -43,8 +43,8 @@ class InferenceParams:
     A paged cache has memory for ``total_num_pages * page_size`` positions in all, which sequences
     take page by page as they grow, instead of ``max_sequence_length`` for each row.
 
-    A decoding step can be a CUDA graph: call ``pre_step`` and the model, capture the model, then
-    call ``pre_step`` before each replay, with the same number of sequences and tokens.
+    A decoding step can be a CUDA graph: call ``pre_step`` and the model once, capture the model,
+    then call ``pre_step`` before each replay, with the same number of sequences and tokens.
 
     Nothing in the cache has gradients. In both ways a causal mask is aligned to the end of the
     cached sequence.
