@@ -117,7 +117,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         hidden_size: size of each token.
         num_attention_heads: query heads.
         kv_channels: size of a head; None is ``hidden_size / num_attention_heads``.
-        init_method: init method of query, key and value weights; None is normal, deviation 0.023.
+        init_method: init method of q, k and v weights; None is normal, standard deviation 0.023.
         output_layer_init_method: init method of the weight of ``proj``.
         layer_number: the number of the layer in its model, from 1, for ``inference_params``.
         tp_group: the tensor-parallel ranks; None: ``set_tensor_parallel_group`` comes later.

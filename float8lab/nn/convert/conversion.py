@@ -248,8 +248,8 @@ def to_high_precision(model: _Model) -> _Model:
     as ``LayerNormMLP``, lose their recipe: they run in high precision outside ``autocast``.
 
     Raises:
-        NotImplementedError: a layer has ``return_bias`` or ``parameters_split``, or several tensor-
-            parallel ranks, which torch.nn.Linear cannot express.
+        NotImplementedError: a layer has ``return_bias``, ``parameters_split`` or several
+            tensor-parallel ranks, which torch.nn.Linear cannot express.
 
     >>> model = float8lab.convert_to_float8(torch.nn.Linear(8, 8))
     >>> type(float8lab.to_high_precision(model))
