@@ -107,8 +107,8 @@ class FirstCall(CallHooks):
 
 def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dict[str, nn.Module]:
     """Return converted layers that did not run though layers near them did or outputs use them."""
-    # If autograd recorded the call, layers whose weight it does not know do not count, such as those
-    # of skipped blocks, or a projection of images when the batch has no images.
+    # If autograd recorded the call, layers whose weight it does not know do not count, such as
+    # skipped blocks, or a projection of images when the batch has no images.
     users = users_of(model.modules())
     reached = _reached(outputs)
     unseen: dict[str, nn.Module] = {}
@@ -160,7 +160,7 @@ def _reached(outputs: list[Tensor]) -> set[int] | None:
             leaves.add(id(node.variable))
         if "CheckpointFunction" in node.name():  # autograd did not see the ops inside
             return None
-        # The leaves of compiled calls, of AOTAutograd and of others, are weights of layers that ran.
+        # The leaves of compiled calls, with AOTAutograd or without, are weights of layers that ran.
         is_compiled = any(name in node.name() for name in ("CompiledFunction", "ApplyTemplate"))
         successors = {n for n, _ in node.next_functions if n is not None} - seen
         next_nodes = [n for n in successors if not is_compiled or not hasattr(n, "variable")]
