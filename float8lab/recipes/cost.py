@@ -181,7 +181,7 @@ def gemm(
     recipe: Recipe | None, op: str, rows: float, columns: float, depth: float, experts: int = 1,
     *, sustained: bool = False,
 ) -> float:  # fmt: skip
-    """Return GPU seconds of the GEMM ``"fprop"``, ``"dgrad"`` or ``"wgrad"``, contracting ``depth``.
+    """Return GPU seconds of the GEMM ``"fprop"``, ``"dgrad"`` or ``"wgrad"`` that contracts depth.
 
     For several experts, whose GEMMs are one grouped GEMM, the sizes are those of one expert.
 

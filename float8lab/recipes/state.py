@@ -150,7 +150,7 @@ def _warn_about_idle_region(frame: FrameType) -> None:
     compiled = sys.modules.get("torch._dynamo.utils")
     if compiled and compiled.counters["stats"]["unique_graphs"]:
         return  # calls inside a compiled graph are not seen from here
-    names = [
+    seen = [
         f"{name} ({type(value).__name__}, {sum(type(m) is nn.Linear for m in value.modules())} "
         "torch.nn.Linear layers not converted)"
         for name, value in frame.f_locals.items()
@@ -158,7 +158,7 @@ def _warn_about_idle_region(frame: FrameType) -> None:
     ]
     warnings.warn(
         "No FP8 module ran inside autocast(enabled=True); it saw "
-        f"{', '.join(names) or 'no module in the function that entered it'}. Convert the model with "
+        f"{', '.join(seen) or 'no module in the function that entered it'}. Convert the model with "
         "float8lab.convert_to_float8(model) or build it from float8lab modules.",
         stacklevel=3,
     )
