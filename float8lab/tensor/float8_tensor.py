@@ -325,7 +325,7 @@ class Float8Tensor(StoredTensor):
     # Methods that display tensors.
 
     _views: ClassVar[dict[str, Callable[..., Any]]] = {}
-    """Functions that summarize and draw tensors, entered by ``float8lab.inspect``, a layer above."""
+    """Functions that summarize and draw tensors; ``float8lab.inspect``, a layer up, adds them."""
 
     @overload
     def stats(
