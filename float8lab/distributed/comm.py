@@ -506,7 +506,7 @@ class OneGpu:
     def token_operand(
         self, operand: _Operand, block: Sequence[int], *, backward: bool
     ) -> _Operand | TokenShard:
-        """Return an operand of wgrad, ``[features, tokens]``, of x or dy, or the shard to gather."""
+        """Return an operand of wgrad, ``[features, tokens]`` of x or dy, or the shard to gather."""
         return operand
 
     def output_shape(
