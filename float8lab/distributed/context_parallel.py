@@ -2,10 +2,9 @@
 
 S tokens of a sequence, R ranks, H heads, D features of a head.
 
-Outside attention a rank has ``S / R`` tokens of a sequence. The sequence is cut into 2 R chunks, of
-which rank r has chunk r and chunk 2 R - 1 - r, so that all ranks have equal parts of a causal mask;
-without load balancing rank r has the r-th of R chunks. For attention there are two kinds of ranks,
-which may be combined:
+Outside attention a rank has ``S / R`` tokens of a sequence. Of 2 R chunks rank r has chunk r and
+chunk 2 R - 1 - r, so that all ranks have equal parts of a causal mask; without load balancing rank
+r has the r-th of R chunks. For attention there are two kinds of ranks, which may be combined:
 
 - ranks that *exchange heads* exchange tokens for heads. Each attends to the full sequence for
   ``H / R`` heads, which gives the same numbers as a single rank, whatever the mask, and sends the
@@ -232,6 +231,7 @@ def positions(starts: Tensor, tokens: int, ranks: TokenRanks) -> Tensor:
             that end are distributed like another sequence.
         tokens: the number of tokens of a rank.
         ranks: the R ranks.
+
     >>> positions(torch.tensor([0, 8]), 4, TokenRanks(2))
     tensor([[0, 1, 6, 7],
             [2, 3, 4, 5]])
