@@ -59,7 +59,7 @@ E8M0 = torch.float8_e8m0fnu
 E2M1 = torch.float4_e2m1fn_x2
 """Two elements in a byte; the element with the even index is in the low half."""
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The values of elements 0 to 7; elements 8 to 15 are their negatives. All are finite."""
+"""The values of the bits 0 to 7; the bits 8 to 15 mean their negatives. All are finite."""
 FP8_DTYPES = (E4M3, E5M2)
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that FP8 GEMMs and casts accept and return."""
@@ -295,7 +295,7 @@ class Spec:
         return Spec(self.fp8_dtype, (-1, -1), rule)
 
     def rule_of(self, given: str) -> str:
-        """Return the rule of a cast with ``given`` factors, ``"encode"``, or scales, ``"decode"``."""
+        """Return the rule of a cast that is ``given`` factors ("encode") or scales ("decode")."""
         return f"e2m1 {given}" if self.scale_rule in E2M1_RULES else given
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ class Offsets(NamedTuple):
 
 
 def groups_of_rows(rows: int, offs: Tensor) -> Tensor:
-    """Return the group of each row, ``[rows]``; padding rows count to the last group."""
+    """Return the group of each row, ``[rows]``; padding rows belong to the last group."""
     row = torch.arange(rows, device=offs.device, dtype=offs.dtype)
     return torch.searchsorted(offs, row, right=True).clamp_(max=offs.shape[0] - 1)
 

@@ -80,17 +80,17 @@ class QuantParams(NamedTuple):
     """The slot in which delayed scaling records the amax; None: it is not recorded."""
     rule: str | None = None
     """The rule of the cast op. ``"encode"``: multiply by the encode factors. ``"decode"``: divide
-    by the scales. A scale rule: compute scales from the amaxes of blocks. None: compute a scale
-    from the matrix's amax, if all blocks share one scale."""
+    by the scales. A scale rule: compute scales from the amaxes of blocks. None: compute scales
+    from the amax of the matrix, if all its blocks depend on that."""
 
     @staticmethod
     def of_amax(amax: Tensor, rule: str | None = None) -> QuantParams:
-        """Cast by a matrix's amax or, with a spec's scale rule, by the amaxes of its blocks."""
+        """Make parameters from a matrix's amax or, with a scale rule, from its blocks' amaxes."""
         return QuantParams(Factors(None, amax), None, rule)  # type: ignore[arg-type]
 
     @staticmethod
     def of_scale(scale: Tensor, spec: Spec) -> QuantParams:
-        """Cast by the decode scales of a spec's blocks, whose encode factors are unknown."""
+        """Make parameters from decode scales of blocks, whose encode factors are unknown."""
         return QuantParams(Factors(scale, scale), None, spec.rule_of("decode"))
 
 

@@ -74,7 +74,7 @@ class AmaxChannel:
         """Return a gloo group of the same ranks, which exchanges CPU tensors."""
         # The group is used for nothing else. If a rank waits here for a rank that has gone on to
         # exchange data, the wait fails at the group's timeout; the rank never mistakes that data
-        # for amaxes.
+        # for the numbers that it waits for.
         if (host := self._host) is None:
             timeout = group._get_backend(group._device_types[0]).options._timeout
             ranks = dist.get_process_group_ranks(group)

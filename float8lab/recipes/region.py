@@ -85,7 +85,7 @@ class _Process:
     __slots__ = ("clock", "observer")
 
     def __init__(self) -> None:
-        self.clock: Tensor | None = None  # an empty tensor that orders the ops of compiled graphs
+        self.clock: Tensor | None = None  # a dummy that orders the ops of compiled graphs
         # Observes casts and GEMMs on all threads, since backward has its own; see inspect/watch.
         self.observer: Any = None
 

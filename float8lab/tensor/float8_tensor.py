@@ -165,7 +165,7 @@ class Float8Tensor(StoredTensor):
         _refresh_views(args)
         kwargs = kwargs or {}
         if (handler := table.get(op)) is None:
-            # Autograd splits composite ops before this point, but not inference mode or handlers.
+            # Autograd has split composite ops; inference mode and handlers call them without it.
             if (result := op.decompose(*args, **kwargs)) is not NotImplemented:
                 return result
             if not op.is_view:

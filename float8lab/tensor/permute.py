@@ -175,7 +175,7 @@ def moe_unpermute(
     """Add up the rows of each token, in float32 and in the order of its experts.
 
     Args:
-        inp: ``[R, H]``, the rows in the order of ``moe_permute``, or the Float8Tensor it returned.
+        inp: ``[R, H]``, the rows in the order of ``moe_permute``; plain or a Float8Tensor.
         row_id_map: the row map that ``moe_permute`` returned.
         merging_probs: ``[T, E]``, or ``[T, K]`` if the map is of indices; any float. Each row is
             multiplied by its probability.
