@@ -91,7 +91,7 @@ def _operand(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> Blo
 def _fp8_mm(
     a: Tensor, b: Tensor, bias: Tensor | None = None, *, transposed: bool = False, ndim: int = 2
 ) -> _Result:
-    """Compute ``a @ b.T + bias`` in FP8, or ``a @ b + bias`` if ``transposed``, for ``ndim`` axes."""
+    """Compute ``a @ b.T + bias`` in FP8, or ``a @ b + bias`` if transposed, for ``ndim`` axes."""
     blocks = None if isinstance(bias, Float8Tensor) else _gemm_blocks(a, b, transposed)
     if blocks is None or not a.ndim == b.ndim == ndim:  # torch raises for wrong dimensions
         return NotImplemented
