@@ -1,8 +1,8 @@
 """get_cpu_offload_context: keep tensors that autograd saves in host memory until backward.
 
-A *pass* is one forward through the model; the synchronizer ends each of its *layers*. A storage
+A *pass* is one forward through the model; the synchronizer closes each of its *layers*. A storage
 that autograd saves in an offloaded layer is *stored*: copied to pinned host memory on a side stream
-while the layer still runs. When the next layer ends, the storage is *released*: the computing
+while the layer still runs. When the next layer is closed, the storage is *released*: the computing
 stream waits for the copy, and the device memory is freed. When backward asks for the first tensor
 of a layer, it starts to *load* the layer before it, on another side stream.
 

@@ -285,7 +285,7 @@ class ScalePack:
                 return
             self.forget_interrupted_backward()
 
-        # Torch calls this when the pass ends, and frees it with the graph task if the pass raises.
+        # Torch calls this at the end of the pass, and frees it with the graph task if that raises.
         def ended() -> None:
             self._backward = None  # the recorded gradient amaxes stay
 
