@@ -169,14 +169,14 @@ def fused_moe_aux_loss(
     arguments.check_shape("probs", probs, (None, len(tokens_per_expert)), advice)
     for name, size in (("num_experts", num_experts), ("topk", topk)):
         arguments.check_size(name, size, minimum=1)
-    wide = torch.promote_types(probs.dtype, torch.float32)
+    sum_dtype = torch.promote_types(probs.dtype, torch.float32)
     if isinstance(total_num_tokens, Tensor) and total_num_tokens.numel() == 1:
-        total_num_tokens = total_num_tokens.reshape(()).to(wide)
+        total_num_tokens = total_num_tokens.reshape(()).to(sum_dtype)
     else:
         arguments.check_size("total_num_tokens", total_num_tokens, minimum=1)
     arguments.check_number("coeff", coeff)
-    weight = tokens_per_expert.to(wide) * (coeff * num_experts / (topk * total_num_tokens**2))
-    return (probs.sum(0, dtype=wide) * weight).sum().to(probs.dtype)
+    weight = tokens_per_expert.to(sum_dtype) * (coeff * num_experts / (topk * total_num_tokens**2))
+    return (probs.sum(0, dtype=sum_dtype) * weight).sum().to(probs.dtype)
 
 
 def _check_logits(logits: Tensor, topk: int, score_function: str) -> int:

@@ -108,8 +108,8 @@ class _CrossEntropy(Float8Function):
         rank, ranks = (0, 1) if group is None else rank_and_size(group)
         words = logits.shape[1]
         V = words * ranks
-        place = target.long() - rank * words
-        largest, exp_sum, target_logit, logit_sum = cross_entropy_statistics_op(logits, place)
+        column = target.long() - rank * words
+        largest, exp_sum, target_logit, logit_sum = cross_entropy_statistics_op(logits, column)
         if group is not None and ranks > 1:
             name, local = group.group_name, largest
             largest = all_reduced(local, "max", name)
@@ -127,7 +127,7 @@ class _CrossEntropy(Float8Function):
         used = target != ignored
         loss = torch.where(used, torch.where(is_word, loss, torch.nan), 0.0)
         log_sum = torch.where(used, log_sum, 0.0)
-        ctx.save_for_backward(logits, place, log_sum, is_word, used)
+        ctx.save_for_backward(logits, column, log_sum, is_word, used)
         ctx.mark_non_differentiable(log_sum)
         ctx.smoothing, ctx.z_loss, ctx.words = smoothing, z_loss, V
         return loss, log_sum
@@ -135,9 +135,9 @@ class _CrossEntropy(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, dloss: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        logits, place, log_sum, is_word, used = ctx.saved_tensors
+        logits, column, log_sum, is_word, used = ctx.saved_tensors
         grad = torch.where(used, torch.where(is_word, dloss.to(log_sum.dtype), torch.nan), 0.0)
         factor = grad * (1 + 2 * ctx.z_loss * log_sum) if ctx.z_loss else grad
         smoothed = grad * ctx.smoothing
         factors = torch.stack([log_sum, factor, grad - smoothed, smoothed / ctx.words])
-        return cross_entropy_backward_op(logits, place, factors), *[None] * 5
+        return cross_entropy_backward_op(logits, column, factors), *[None] * 5

@@ -16,10 +16,9 @@ __all__ = ["CudaRNGStatesTracker"]
 class CudaRNGStatesTracker:
     """Named states of torch's default generator, each used only inside ``fork``.
 
-    Dropout inside ``fork(name)`` draws from the stream of that name and does not advance the
-    default stream: tensor-parallel ranks can share a seed for computations that all of them do, and
-    have a seed each for what they split. ``checkpoint(get_rng_state_tracker=...)`` repeats the
-    streams in its recomputation.
+    Dropout inside ``fork(name)`` draws from the stream of that name and leaves the default stream:
+    tensor-parallel ranks can share a seed for replicated computations and have a seed each for
+    sharded ones. ``checkpoint(get_rng_state_tracker=...)`` repeats the streams when it recomputes.
 
     On CUDA a stream is a ``torch.Generator`` that replaces the default generator, without copies
     and without waiting for the GPU. To draw from it inside a CUDA graph, register it before the
@@ -87,16 +86,16 @@ class CudaRNGStatesTracker:
             )
         stream, default = self._generators[name], self._default()
         if default.device.type == "cuda":
-            outside = default.graphsafe_get_state()
+            outer_state = default.graphsafe_get_state()
             default.graphsafe_set_state(stream)
             try:
                 yield
             finally:
-                default.graphsafe_set_state(outside)
+                default.graphsafe_set_state(outer_state)
             return
         # The CPU's default generator cannot be replaced, so states are copied in and out.
         self._save_forked()
-        before = default.get_state()
+        outer_state = default.get_state()
         default.set_state(stream.get_state())
         self._forked.append(stream)
         try:
@@ -105,7 +104,7 @@ class CudaRNGStatesTracker:
             self._save_forked()
             self._forked.pop()
             # A nested fork of the same stream may have advanced it.
-            default.set_state(self._forked[-1].get_state() if self._forked else before)
+            default.set_state(self._forked[-1].get_state() if self._forked else outer_state)
 
     def get_states(self) -> dict[str, Tensor]:
         """Copy the state of each stream to a byte tensor on the CPU."""

@@ -44,9 +44,9 @@ def checkpoint(
 
     This is ``torch.utils.checkpoint`` for FP8: the recomputation runs every module as the forward
     did, with the same recipe and the same scales, whatever ``autocast`` is active by then and
-    however far delayed scaling has advanced; it does not record forward amaxes a second time.
-    Random numbers repeat, too: those of torch's default generators and of the tracker. ``function``
-    must do the same in each call.
+    however far delayed scaling has advanced; it records no forward amaxes a second time. Random
+    numbers of torch's default generators and of the tracker repeat. ``function`` must do the same
+    in each call.
 
     Args:
         function: a module or any other callable. Reentrant, it returns a tensor or a tuple.
@@ -60,8 +60,8 @@ def checkpoint(
         tp_group: the group for ``distribute_saved_activations``; None is the default group.
         use_reentrant: use torch's reentrant variant. It needs an argument that requires gradients:
             if none does, the output requires none, and parameters get none. False has no such
-            limit, and stops recomputing once it has what backward needs. A compiled graph does the
-            same for both.
+            limit, and stops recomputing when backward has all it needs. Both give the same compiled
+            graph.
         kwargs: keyword arguments of ``function``.
         kwargs: further arguments of ``function``.
 
@@ -161,9 +161,9 @@ class _Run:
 
     def __call__(self, *values: object) -> object:
         leaves = iter(values)
-        given = [tree_unflatten([*islice(leaves, s.num_leaves)], s) for s in self.specs]
-        count = len(given) - len(self.names)
-        args, kwargs = given[:count], dict(zip(self.names, given[count:], strict=True))
+        rebuilt = [tree_unflatten([*islice(leaves, s.num_leaves)], s) for s in self.specs]
+        count = len(rebuilt) - len(self.names)
+        args, kwargs = rebuilt[:count], dict(zip(self.names, rebuilt[count:], strict=True))
         is_first = self.recording is None
         return _without_parameters((self._forward if is_first else self._recompute)(args, kwargs))
 

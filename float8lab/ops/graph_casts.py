@@ -56,23 +56,23 @@ def _copy_input(match: Match, *_: object, **__: object) -> None:
 
 def _merge(match: Match, *_: object, **__: object) -> None:
     """Make the cast of a matrix's rowwise operand return the columnwise operand, too."""
-    by_columns = match.output_node()
-    (x,) = _arguments(by_columns)["inputs"]
+    columnwise_cast = match.output_node()
+    (x,) = _arguments(columnwise_cast)["inputs"]
     for cast in x.users:
-        if cast < by_columns and _is_rowwise_of(cast, by_columns):
-            pair = _with_columnwise(cast, by_columns)
-            index = _Q_T if pair.target is by_columns.target else _Q_T_BY_SLOTS
-            _replace(by_columns, pair, {_Q_T: index})
+        if cast < columnwise_cast and _is_rowwise_of(cast, columnwise_cast):
+            pair = _with_columnwise(cast, columnwise_cast)
+            index = _Q_T if pair.target is columnwise_cast.target else _Q_T_BY_SLOTS
+            _replace(columnwise_cast, pair, {_Q_T: index})
             _replace(cast, pair, {})
             return
 
 
-def _is_rowwise_of(cast: Node, by_columns: Node) -> bool:
+def _is_rowwise_of(cast: Node, columnwise_cast: Node) -> bool:
     """Whether ``cast`` makes only the rowwise operand of the same matrix with the same settings."""
     by_slots = cast.target is overload_named("cast.delayed")
-    if not by_slots and cast.target is not by_columns.target:
+    if not by_slots and cast.target is not columnwise_cast.target:
         return False
-    rowwise, columnwise = _arguments(cast), _arguments(by_columns)
+    rowwise, columnwise = _arguments(cast), _arguments(columnwise_cast)
     common = ["prologue", "inputs", "dtype", "fp8_dtype", "align"]
     common += [] if by_slots else ["block", "rule", "eps"]
     is_same = all(rowwise[name] == columnwise[name] for name in common)
@@ -83,18 +83,18 @@ def _is_rowwise_of(cast: Node, by_columns: Node) -> bool:
         while isinstance(given, Node) and given.target is not operator.getitem:
             given = given.args[0]
         return is_same and isinstance(given, Node) and given.args == (cast, _FACTORS_BY_SLOTS)
-    # Only a cast in one orientation returns an amax, so nothing but ``by_columns`` may use it.
+    # Only a cast in one orientation returns an amax, so only ``columnwise_cast`` may use it.
     amax_users = [user for out in cast.users if out.args[1] == _AMAX for user in out.users]
-    return is_same and amax_users == ([by_columns] if given is not rowwise["given"] else [])
+    return is_same and amax_users == ([columnwise_cast] if given is not rowwise["given"] else [])
 
 
-def _with_columnwise(cast: Node, by_columns: Node) -> Node:
+def _with_columnwise(cast: Node, columnwise_cast: Node) -> Node:
     """Insert a cast in place of ``cast`` that returns the columnwise operand, too."""
     arguments = {**_arguments(cast), "columnwise": True}
     with cast.graph.inserting_before(cast):
         pair = cast.graph.create_node("call_function", cast.target, tuple(arguments.values()))
-    values, columnwise_values = [*cast.meta["val"]], by_columns.meta["val"]
-    if pair.target is by_columns.target:
+    values, columnwise_values = [*cast.meta["val"]], columnwise_cast.meta["val"]
+    if pair.target is columnwise_cast.target:
         # A cast in both orientations returns an empty amax, like an operand not asked for.
         values[_AMAX : _SCALE_T + 1] = [columnwise_values[i] for i in (_Q, _Q_T, _SCALE_T)]
     else:

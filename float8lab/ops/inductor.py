@@ -50,16 +50,16 @@ def call_site(
         if declare.is_watched_by_a_mode() or declare.is_profiled():
             declare.announce()
             return overload(*args)
-        given = args if prepare is None else prepare(*args)
+        run_args = args if prepare is None else prepare(*args)
         results: Any = NotImplemented
         if not torch.is_autocast_enabled("cuda"):
             if repeat is not None:
-                results = repeat(given)
+                results = repeat(run_args)
             if results is NotImplemented and runs:
                 runs -= 1
-                repeat = declare.load_launcher("_replay:repeated")(launcher(), given)  # type: ignore[misc]
+                repeat = declare.load_launcher("_replay:repeated")(launcher(), run_args)  # type: ignore[misc]
         if results is NotImplemented:
-            results = run(*given)
+            results = run(*run_args)
         if lacks is None:
             lacks = any(results[i] is None for i in used_results)
         return declare.filled(results, args) if lacks else results
@@ -89,9 +89,9 @@ def _with_call_site(
 
     def lower_to_site(*args: object, **kwargs: object) -> object:
         operations = lowering.V.graph.operations
-        before = len(operations)
+        count = len(operations)
         results = lower(*args, **kwargs)
-        for operation in operations[before:]:
+        for operation in operations[count:]:
             if type(operation) is lowering.ir.FallbackKernel and operation.op_overload is overload:
                 operation.__class__ = kind
                 for output in operation.outputs:  # asserting sizes would take time in each run
@@ -129,9 +129,9 @@ def _operation_class(ir: Any) -> type:
         def write_site(self, wrapper: Any) -> str | None:
             """Write a call site to the code and return its name; None if there can be none."""
             graph, outputs, op = ir.V.graph, self.outputs, self.op_overload
-            by_name = [text.partition("=")[0] for text in super().codegen_kwargs()]
+            names = [text.partition("=")[0] for text in super().codegen_kwargs()]
             unwritten = [x.name for x in op._schema.arguments][len(super().codegen_args()) :]
-            if graph.cpp_wrapper or graph.name is not None or unwritten[: len(by_name)] != by_name:
+            if graph.cpp_wrapper or graph.name is not None or unwritten[: len(names)] != names:
                 return None
             is_read = [output.get_name() not in graph.removed_buffers for output in outputs]
             used_results = [i for i, read in enumerate(is_read) if read and len(outputs) > 1]

@@ -32,21 +32,21 @@ def takes_dtensors(dtensor: Any, overload: Any, declared: Any, library: Any) -> 
 
     def call(cls: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         defaults, mutates = declared.arguments, declared.mutates
-        given = {**defaults, **dict(zip(defaults, args, strict=False)), **(kwargs or {})}
-        if any(isinstance(given.get(name), Tensor) for name in mutates):
+        arguments = {**defaults, **dict(zip(defaults, args, strict=False)), **(kwargs or {})}
+        if any(isinstance(arguments.get(name), Tensor) for name in mutates):
             raise NotImplementedError(
                 f"{', '.join(mutates)} must be None where {op} gets a DTensor; got a tensor that "
                 "it would write. Call it on local tensors."
             )
         with torch.no_grad():
-            return _call(dtensor, overload, given, declared)
+            return _call(dtensor, overload, arguments, declared)
 
     torch.library.register_torch_dispatch(overload, dtensor.DTensor, call, lib=library)
 
 
-def _call(dtensor: Any, op: Any, given: Mapping[str, Any], declared: Any) -> Any:
-    mesh = next(x.device_mesh for _, x in _tensors(given) if isinstance(x, dtensor.DTensor))
-    unsharded = _map(given, lambda _, x: torch.empty_strided(
+def _call(dtensor: Any, op: Any, arguments: Mapping[str, Any], declared: Any) -> Any:
+    mesh = next(x.device_mesh for _, x in _tensors(arguments) if isinstance(x, dtensor.DTensor))
+    unsharded = _map(arguments, lambda _, x: torch.empty_strided(
         x.shape, x.stride(), dtype=x.dtype, device="meta"
     ))  # fmt: skip
     results = declared.outputs(*unsharded.values())
@@ -74,12 +74,12 @@ def _call(dtensor: Any, op: Any, given: Mapping[str, Any], declared: Any) -> Any
         return [dtensor.Replicate()] * mesh.ndim  # an ordinary tensor is the same on all ranks
 
     def bytes_moved(axis: int, choice: tuple[Any, Mapping[str, Placing]]) -> int:
-        moved = 0
-        for name, x in _tensors(given):
+        nbytes = 0
+        for name, x in _tensors(arguments):
             current, target = placements_of(x)[axis], placement(choice[1].get(name), x)
             if current != target and not current.is_replicate():
-                moved += x.numel() * x.itemsize
-        return moved
+                nbytes += x.numel() * x.itemsize
+        return nbytes
 
     axes = range(mesh.ndim)
     chosen = [min(choices, key=lambda choice: bytes_moved(axis, choice)) for axis in axes]
@@ -97,7 +97,7 @@ def _call(dtensor: Any, op: Any, given: Mapping[str, Any], declared: Any) -> Any
             sharded = sharded.redistribute(mesh, target)
         return sharded.to_local()
 
-    shard_results = op(*_map(given, local).values())
+    shard_results = op(*_map(arguments, local).values())
     wrapped = []
     shards = (shard_results,) if single else shard_results
     for i, (result, shard) in enumerate(zip(results, shards, strict=True)):
@@ -107,20 +107,20 @@ def _call(dtensor: Any, op: Any, given: Mapping[str, Any], declared: Any) -> Any
     return wrapped[0] if single else tuple(wrapped)
 
 
-def _tensors(given: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
+def _tensors(arguments: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
     """Yield the tensors among arguments, and in their lists, with the argument's name."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         for x in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(x, Tensor):
                 yield name, x
 
 
-def _map(given: Mapping[str, Any], function: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
-    """Replace each tensor in ``given`` by the result of ``function``."""
+def _map(arguments: Mapping[str, Any], function: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
+    """Replace each tensor in ``arguments`` by the result of ``function``."""
 
     def change(name: str, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [change(name, x) for x in value]
         return function(name, value) if isinstance(value, Tensor) else value
 
-    return {name: change(name, value) for name, value in given.items()}
+    return {name: change(name, value) for name, value in arguments.items()}

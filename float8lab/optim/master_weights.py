@@ -331,18 +331,18 @@ class MasterWeights(torch.optim.Optimizer):
     def _match_groups(self, inner: torch.optim.Optimizer, needed: set[Tensor]) -> None:
         """Put the masters of the groups' current parameters into the inner optimizer's groups."""
         # A parameter that was moved from or to the meta device gets a new master.
-        before = {p: m for p, m in self.masters.items() if m.is_meta == p.is_meta}
+        old_masters = {p: m for p, m in self.masters.items() if m.is_meta == p.is_meta}
         self.masters.clear()
         for group, inner_group in zip(self.param_groups, inner.param_groups, strict=True):
             for p in group["params"]:
-                if p in before:
-                    self.masters[p] = before[p]
+                if p in old_masters:
+                    self.masters[p] = old_masters[p]
                 else:
                     self._make_master(p, needed=p in needed)
             # The list is changed in place, as LBFGS keeps a reference to it.
             inner_group["params"][:] = [self.masters.get(p, p) for p in group["params"]]
             for p in group["params"]:
-                if p in self.masters and p not in before:
+                if p in self.masters and p not in old_masters:
                     # Some optimizers make the state of a parameter in their constructor.
                     fresh = self._make_inner([{**inner_group, "params": [self.masters[p]]}])
                     inner.state.pop(p, None)

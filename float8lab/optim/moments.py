@@ -76,17 +76,17 @@ class Storage:
             return optimizer.step()
         groups = optimizer.param_groups
         number = 1 + max(int(group.get(ROUNDINGS, 0)) for group in groups)
-        before = [{**group, ROUNDINGS: number} for group in groups]
+        saved_groups = [{**group, ROUNDINGS: number} for group in groups]
         try:
-            for chunk in _chunks([p for group in before for p in group["params"]]):
+            for chunk in _chunks([p for group in saved_groups for p in group["params"]]):
                 copies = {p: self._copy(p) for p in chunk}
-                for group, options in zip(groups, before, strict=True):
+                for group, options in zip(groups, saved_groups, strict=True):
                     params = [copies[p] for p in options["params"] if p in copies]
                     group.clear()
                     group.update(options, params=params)
                 self._step_chunk(optimizer, copies, number)
         finally:
-            for group, options in zip(groups, before, strict=True):
+            for group, options in zip(groups, saved_groups, strict=True):
                 group["params"] = options["params"]
         return None
 

@@ -221,8 +221,8 @@ class ScalePack:
         self.forget_live()
         by_callables = callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo
         if by_callables:
-            seen = (self.amax >= 0) & (self.amax < torch.inf)
-            due, old = seen & (self.steps % recipe.interval == 0), self.factors.clone()
+            has_amax = (self.amax >= 0) & (self.amax < torch.inf)
+            due, old = has_amax & (self.steps % recipe.interval == 0), self.factors.clone()
         state = self.history, self.amax, self.factors, self.steps, self.fp8_max
         takes_newest = recipe.amax_compute_algo == "most_recent"
         options = recipe.margin, recipe.interval, takes_newest, recipe.power_of_2_scale
@@ -606,19 +606,19 @@ class DelayedSlots:
         if not (recomputes or self.is_seeded(index)):
             first = self._first_params(index, x, record, True, experts)
         if first is not None:
-            copied = _aligned_copy(torch.stack([factor.view(-1) for factor in first.factors]))
-            return first._replace(factors=Factors(copied, first.factors.encode))
+            aligned = _aligned_copy(torch.stack([factor.view(-1) for factor in first.factors]))
+            return first._replace(factors=Factors(aligned, first.factors.encode))
         key = start, experts, previous
         if key not in pack.views:
             with torch.inference_mode(False):  # training uses these views, too
                 pair = (pack.previous if previous else pack.factors)[:, slot]
                 pack.views[key] = Factors.of(pair).encode, pack.amax[slot]
-        copied = pack.copy_factors(slot, start, previous=previous, shares_launch=shares_launch)
+        aligned = pack.copy_factors(slot, start, previous=previous, shares_launch=shares_launch)
         encode, amaxes = pack.views[key]
         if recomputes:
             amaxes = torch.full_like(amaxes, NO_DATA)
         amax_slot = amaxes if record or recomputes else None
-        return QuantParams(Factors(copied, encode), amax_slot, "encode")
+        return QuantParams(Factors(aligned, encode), amax_slot, "encode")
 
     def observe(self, index: int, x: Tensor | Groups, experts: range | None = None) -> None:
         """Record the amax of ``x`` without casting it (calibration)."""

@@ -53,15 +53,15 @@ def by_block(x: Tensor, block: Sequence[int], reduce: Callable[..., Tensor], fil
         padding = [pad for right in reversed(missing) for pad in (0, right)]
         x = torch.nn.functional.pad(x, padding, value=fill)
     shape: list[int] = []
-    inside: list[int] = []  # the dimensions to reduce; few and last, for fast kernels
+    block_dims: list[int] = []  # the dimensions to reduce; few and last, for fast kernels
     for count, size in zip(counts, sizes, strict=True):
         shape.append(count)
         if size != 1:
-            inside.append(len(shape))
+            block_dims.append(len(shape))
             shape.append(size)
-    if not inside:
-        inside, shape = [len(shape)], [*shape, 1]
-    return reduce(x.reshape(shape), dim=inside)
+    if not block_dims:
+        block_dims, shape = [len(shape)], [*shape, 1]
+    return reduce(x.reshape(shape), dim=block_dims)
 
 
 def block_amax(x: Tensor, block: Sequence[int]) -> Tensor:
@@ -182,9 +182,9 @@ def requantize_blocks(x: Tensor, spec: Spec, scale: Tensor, amax: Tensor) -> Ten
     if spec.tensor_scale:  # its encode factors follow from the scales
         encode = expand_scale((1.0 / scale).clamp(max=FLOAT32_MAX), spec.block, x.shape)
         return round_to_fp8(x.float() * encode, x, spec.fp8_dtype, spec.scale_rule)
-    own_scale, encode = factors_from_amax(amax, spec.fp8_dtype, spec.scale_rule)
+    amax_scale, encode = factors_from_amax(amax, spec.fp8_dtype, spec.scale_rule)
     follows, encode, scale = (
-        expand_scale(t, spec.block, x.shape) for t in (own_scale == scale, encode, scale)
+        expand_scale(t, spec.block, x.shape) for t in (amax_scale == scale, encode, scale)
     )
     value = torch.where(follows, x.float() * encode, x.float() / scale)
     return round_to_fp8(value, x, spec.fp8_dtype, spec.scale_rule)

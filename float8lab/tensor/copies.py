@@ -109,7 +109,7 @@ def _empty_like(
 
 
 @implements(aten.new_empty.default, aten.new_zeros.default)
-def _new(
+def _new_empty(
     op: OpOverload, x: Float8Tensor, size: Sequence[int], *, dtype: torch.dtype | None = None,
     **kwargs: object,
 ) -> object:  # fmt: skip

@@ -246,21 +246,21 @@ def run_fallback(
 
     args, kwargs = tree_map_only(cls, dequantized, (args, kwargs))
     partial = op._schema.name in _PARTIAL
-    before = [plain[id(x)].clone() for x in written] if partial else []
+    old_values = [plain[id(x)].clone() for x in written] if partial else []
     result = op(*args, **kwargs)
     for x in written:  # check all of them before any is requantized
         check_size(op, x, plain[id(x)].shape)
     for index, x in enumerate(written):
         value = plain[id(x)]
         if partial and x._window is None:
-            old = before[index]
+            old = old_values[index]
             merge_into(x, value, (value != old) & ~(value.isnan() & old.isnan()))
         else:
             x.requantize_(value)
     if not written:
         return result
-    back = {id(plain[id(x)]): x for x in written}
-    return tree_map_only(torch.Tensor, lambda t: back.get(id(t), t), result)
+    originals = {id(plain[id(x)]): x for x in written}
+    return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), result)
 
 
 def check_size(op: OpOverload, x: StoredInBlocks, size: Sequence[int]) -> None:

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 _Function = Callable[[Tensor], Tensor]
 
 
-def _fresh(
+def _make_like(
     x: Float8Tensor, data: _Function, scales: _Function, block: Sequence[int]
 ) -> Float8Tensor:
     """Make a new tensor from ``x`` with one function for its bytes and one for its scales."""
@@ -47,16 +47,16 @@ def _pick(x: Float8Tensor, dim: int, index: Tensor, take: Callable[..., Tensor])
     if b == -1:
         zeros = torch.zeros((1,) * index.ndim, dtype=torch.long, device=index.device)
         block = _replace_size(x.spec.block, dim, *(-1,) * index.ndim)
-        return _fresh(x, lambda t: take(t, index), lambda t: take(t, zeros), block)
+        return _make_like(x, lambda t: take(t, index), lambda t: take(t, zeros), block)
     block = _replace_size(x.spec.block, dim, *(1,) * index.ndim)
     blocks = torch.where(index < 0, index + x.shape[dim], index) // b
-    return _fresh(x, lambda t: take(t, index), lambda t: take(t, blocks), block)
+    return _make_like(x, lambda t: take(t, index), lambda t: take(t, blocks), block)
 
 
 @implements(aten.index_select.default)
 def _index_select(op: OpOverload, x: Float8Tensor, dim: int, index: Tensor) -> Float8Tensor:
     if not x.ndim:
-        return _fresh(x, lambda t: op(t, dim, index), lambda t: t, ())
+        return _make_like(x, lambda t: op(t, dim, index), lambda t: t, ())
     index = index.reshape(-1)
     return _pick(x, dim % x.ndim, index, lambda t, i: op(t, dim, i))
 
@@ -86,7 +86,7 @@ def _flip(op: OpOverload, x: Float8Tensor, dims: Sequence[int]) -> Float8Tensor:
         if x.ndim and block[d] > 1:
             block[d] = math.gcd(block[d], x.shape[d])
     x = cut(x, tuple(block))
-    return _fresh(x, lambda t: op(t, dims), lambda t: op(t, dims), block)
+    return _make_like(x, lambda t: op(t, dims), lambda t: op(t, dims), block)
 
 
 @implements(aten.roll.default)
@@ -96,7 +96,7 @@ def _roll(
     if not dims:  # rolls the flattened tensor
         if not x.spec.per_tensor:
             return NotImplemented
-        return _fresh(x, lambda t: op(t, shifts), lambda t: t, x.spec.block)
+        return _make_like(x, lambda t: op(t, shifts), lambda t: t, x.spec.block)
     block = list(x.spec.block)
     for shift, d in zip(shifts, dims, strict=True):
         if block[d] > 1:
@@ -104,7 +104,7 @@ def _roll(
     sizes = [(shift, block[d]) for shift, d in zip(shifts, dims, strict=True)]
     block_shifts = [0 if size == -1 else shift // size for shift, size in sizes]
     x = cut(x, tuple(block))
-    return _fresh(x, lambda t: op(t, shifts, dims), lambda t: op(t, block_shifts, dims), block)
+    return _make_like(x, lambda t: op(t, shifts, dims), lambda t: op(t, block_shifts, dims), block)
 
 
 @implements(aten.repeat.default)
@@ -116,7 +116,7 @@ def _repeat(op: OpOverload, x: Float8Tensor, repeats: Sequence[int]) -> object:
     x = cut(x, tuple(math.gcd(b, n) if b > 1 and times > 1 else b for b, n, times in sizes))
     block = (*lead, *x.spec.block)
     scale_repeats = [1 if b == -1 else times for b, times in zip(block, repeats, strict=True)]
-    return _fresh(x, lambda t: op(t, repeats), lambda t: op(t, scale_repeats), block)
+    return _make_like(x, lambda t: op(t, repeats), lambda t: op(t, scale_repeats), block)
 
 
 def _joinable(tensors: Sequence[Tensor]) -> TypeGuard[Sequence[Float8Tensor]]:

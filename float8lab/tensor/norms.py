@@ -77,8 +77,8 @@ def _backward(  # noqa: PLR0913  # torch's arguments
     dy, gamma = decoded(dy).reshape(M, K), _vector(weight, K, x, 1.0)
     gradients = norm_backward_op(dy, data, gamma, *stats, center, x.dtype, *scales)
     return tuple(
-        gradient.view(given.shape).to(given.dtype) if need and given is not None else None
-        for gradient, given, need in zip(gradients, (x, weight, bias), needs, strict=False)
+        gradient.view(tensor.shape).to(tensor.dtype) if need and tensor is not None else None
+        for gradient, tensor, need in zip(gradients, (x, weight, bias), needs, strict=False)
     )
 
 

@@ -62,9 +62,9 @@ def quantize(
     spec = rowwise or columnwise
     assert spec is not None, "one of the two"
     if columnwise not in (None, spec):
-        by_rows = quantize(x, rowwise, None, params, epsilon, dbias, align)
-        by_columns = quantize(x, None, columnwise, params, epsilon, False, align)
-        return by_rows._replace(columnwise=by_columns.columnwise)
+        rowwise_cast = quantize(x, rowwise, None, params, epsilon, dbias, align)
+        columnwise_cast = quantize(x, None, columnwise, params, epsilon, False, align)
+        return rowwise_cast._replace(columnwise=columnwise_cast.columnwise)
     offs = given = scale = slot = plan = rule = None
     inputs: Sequence[Tensor]
     if isinstance(x, Tensor):

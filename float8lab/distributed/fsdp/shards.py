@@ -180,8 +180,8 @@ def _first_shard(local: Float8Tensor, mesh: DeviceMesh, module: nn.Module) -> Sh
     parameters = [p for p in module._parameters.values() if is_dtensor(p)]
     sharded = [p for p in parameters if type(local_of(p)) is type(local)]
     owner = next((p for p in sharded if local_of(p) is local), sharded[0])
-    *copied, cut_by = owner.placements
-    if _may_be_fsdp_alone(copied) and cut_by.is_shard() and not cut_by.is_shard(0):
+    *outer, cut_by = owner.placements
+    if _may_be_fsdp_alone(outer) and cut_by.is_shard() and not cut_by.is_shard(0):
         raise NotImplementedError(
             f"shard_placement_fn must shard FP8 weights along dim 0; got {cut_by}. Leave it out."
         )
@@ -225,21 +225,21 @@ class Shardable(nn.Module):
 
         ``tp_dims``: the number of mesh dimensions of tensor parallelism.
         """
-        local, before = local_of(parameter), local_of(old)
-        *copied, cut_by = parameter.placements[: parameter.device_mesh.ndim - tp_dims]
-        may_be = parameter.ndim in (2, 3) or isinstance(before, Shard)
+        local, old_local = local_of(parameter), local_of(old)
+        *outer, cut_by = parameter.placements[: parameter.device_mesh.ndim - tp_dims]
+        may_be = parameter.ndim in (2, 3) or isinstance(old_local, Shard)
         if not may_be or getattr(cut_by, "dim", None) != 0:
             return
-        if isinstance(before, Shard):
-            _stay_shard(parameter, before.weight)
-        elif isinstance(local, Float8Tensor) and isinstance(before, Float8Tensor):
-            row_shard = self._row_shard(before.spec, parameter, before.shape, tp_dims)
+        if isinstance(old_local, Shard):
+            _stay_shard(parameter, old_local.weight)
+        elif isinstance(local, Float8Tensor) and isinstance(old_local, Float8Tensor):
+            row_shard = self._row_shard(old_local.spec, parameter, old_local.shape, tp_dims)
             if row_shard is not None:
-                _take_rows(local, before, row_shard)
+                _take_rows(local, old_local, row_shard)
                 _become_shard(local, parameter, ShardedWeight(row_shard))
-        elif type(local) is Tensor and _may_be_fsdp_alone(copied):
+        elif type(local) is Tensor and _may_be_fsdp_alone(outer):
             cast = self._weight_cast(name)
-            row_shard = cast and self._row_shard(cast.spec, parameter, before.shape, tp_dims)
+            row_shard = cast and self._row_shard(cast.spec, parameter, old_local.shape, tp_dims)
             if row_shard is not None:
                 _become_shard(local, parameter, ShardedWeight(row_shard, cast))
 
@@ -303,9 +303,9 @@ def _take_rows(local: Float8Tensor, unsharded: Float8Tensor, row_shard: RowShard
         local._high_precision_init_val = initial[rows].clone()
 
 
-def _may_be_fsdp_alone(copied: Sequence[Placement]) -> bool:
-    """Whether FSDP2 alone may have made placements that begin with ``copied`` and end sharded."""
-    return len(copied) <= 1 and all(p.is_replicate() for p in copied)
+def _may_be_fsdp_alone(outer: Sequence[Placement]) -> bool:
+    """Whether FSDP2 alone may have made placements that begin with ``outer`` and end sharded."""
+    return len(outer) <= 1 and all(p.is_replicate() for p in outer)
 
 
 def sharded_by_fsdp(modules: Sequence[nn.Module]) -> set[nn.Module]:
@@ -314,9 +314,9 @@ def sharded_by_fsdp(modules: Sequence[nn.Module]) -> set[nn.Module]:
     FSDP2 gives a module passed to ``fully_shard`` another class, which has ``unshard``, and sets an
     attribute on every module whose parameters it manages.
     """
-    given = [module for module in modules if hasattr(module, "unshard")]
+    roots = [module for module in modules if hasattr(module, "unshard")]
     managed = (m for m in modules if getattr(m, "_is_fsdp_managed_module", False))
-    return {*managed, *(below for module in given for below in module.modules())}
+    return {*managed, *(below for module in roots for below in module.modules())}
 
 
 def is_tensor_parallel(parameter: Tensor | None, *, sharded: bool) -> bool:

@@ -289,13 +289,13 @@ def _largest_scales(rows: Float8Tensor, block: tuple[int, ...]) -> Tensor:
 @torch.no_grad()
 def cast_rows(rows: Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
     """Cast rows of a shard to FP8; if they are stored in FP8, ``factor`` is the new scales."""
-    given = "encode"
+    kind = "encode"
     if isinstance(rows, Float8Tensor):
         if not spec.rows_share_scales and rows.spec == spec:
             return rows.qdata  # no ranks share a block
         rows = dequantize_blocks(rows.qdata, rows.scale, rows.spec, torch.float32)
-        given = "decode"
-    params = QuantParams(Factors(None, factor), None, spec.rule_of(given))  # type: ignore[arg-type]
+        kind = "decode"
+    params = QuantParams(Factors(None, factor), None, spec.rule_of(kind))  # type: ignore[arg-type]
     if rows.ndim == 2:
         return quantize(rows, spec, None, params, align=1).rowwise.data
     (E, N, K), inner = rows.shape, replace(spec, block=spec.block[1:])  # of experts' weights
