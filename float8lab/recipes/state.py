@@ -90,7 +90,7 @@ class autocast:
             if region is None:
                 region = self._region = Region()
             region.expect(self._recipe, self._group, calibrating=self._calibrating)
-        # From here on nothing raises: what __enter__ sets, only __exit__ takes back.
+        # Nothing below may raise, since only __exit__ undoes what __enter__ sets.
         self._outer, STATE.region = STATE.autocast, region
         STATE.autocast = Autocast(
             self._enabled, self._recipe, self._calibrating, self._group, current_backward()

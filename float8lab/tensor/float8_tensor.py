@@ -118,8 +118,8 @@ class Float8Tensor(StoredTensor):
     ) -> None:
         """Do nothing; ``__new__`` has set the fields."""
 
-    # These bypass ``__torch_function__``, which torch calls for its own attributes. ``shape`` reads
-    # ``__dict__``, as torch.export tracks attribute reads and reads it before it tracks a tensor.
+    # These properties avoid ``__torch_function__``, which torch calls for its own attributes. Also,
+    # torch.export tracks reads of attributes, but reads ``shape`` before it tracks a tensor.
     shape = property(lambda self: self.__dict__["qdata"].shape)
     dtype = property(operator.attrgetter("_dtype"))
     _dtype: torch.dtype
