@@ -134,7 +134,7 @@ class ScalePack:
         self._recorded = False
         # For casts in graphs: views of encode factors (current or ``previous``) and of amaxes.
         self.views: dict[tuple[int, range | None, bool], tuple[Tensor, Tensor]] = {}
-        # Copies of ``factors`` and ``previous`` not yet given to a cast, by their tensor's first slot.
+        # Unused copies of ``factors`` and of ``previous``, by the first slot of their tensor.
         self._unused: list[dict[int, Tensor]] = [{}, {}]
 
     def live(self) -> Sequence[Any] | None:
@@ -181,7 +181,7 @@ class ScalePack:
         """
         source, unused = (self.factors, self.previous)[previous], self._unused[previous]
         if (rows := unused.pop(start, None) if shares_launch else None) is None:
-            # If few tensors are cast many times, most of a copy stays unused. A third are gradients.
+            # If few tensors are cast many times, most copies stay unused. A third are gradients.
             if not shares_launch or 4 * len(unused) > 3 * len(self.widths):
                 return _aligned_copy(source[:, slots])
             with torch.inference_mode(False):  # casts of training get some, too

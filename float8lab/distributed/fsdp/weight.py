@@ -298,7 +298,7 @@ def cast_rows(rows: Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
     params = QuantParams(Factors(None, factor), None, spec.rule_of(kind))  # type: ignore[arg-type]
     if rows.ndim == 2:
         return quantize(rows, spec, None, params, align=1).rowwise.data
-    (E, N, K), inner = rows.shape, replace(spec, block=spec.block[1:])  # of experts' weights
+    (E, N, K), inner = rows.shape, replace(spec, block=spec.block[1:])  # weights of experts
     if inner.per_tensor:
         return quantize(rows, inner, None, params).rowwise.data[:, :N, :K].contiguous()
     matrices = matrices_of_blocks(rows, spec.block)
