@@ -221,13 +221,13 @@ def _cast(table: Table, name: str, recipe: Recipe | None) -> float | str:
     kind = kinds.get(table.caption.split()[0])
     slower = _slower(table)
     if name == "values" and kind is not None:
-        return slower * 1e3 * rows * columns * getattr(cost.sources(None), kind)
+        return slower * 1e3 * rows * columns * getattr(cost.prologues(None), kind)
     if name not in recipes:
         return "no training step has it alone"
     recipe = RECIPES[recipes[name]]()
     seconds = cost.cast(recipe, rows * columns)
     if kind is not None:
-        seconds += rows * columns * getattr(cost.sources(recipe), kind)
+        seconds += rows * columns * getattr(cost.prologues(recipe), kind)
     return slower * 1e3 * seconds
 
 

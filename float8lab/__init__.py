@@ -76,7 +76,7 @@ __all__ = [
 ]  # fmt: skip
 
 _LAZY = {"selfcheck": "float8lab.inspect.selfcheck"}
-"""Names that few programs use, and the modules that they are loaded from on their first use."""
+"""Names that few programs use, with the module from which each is loaded on its first use."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""FP8 on this machine and on many, checkpoints and training runs: ``float8lab COMMAND --help``."""
+"""Commands for FP8 on this machine and on many, checkpoints and runs: ``float8lab COMMAND -h``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _DESCRIPTION = "FP8 on this machine and on many GPUs, in checkpoints and in trai
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0; 1 where a check failed, a checkpoint is
-    suspicious or two differ; 2 where one cannot be read.
+    """Run one command and return its exit status: 0 is success; 1 means that a check failed, a
+    checkpoint is suspicious or two checkpoints differ; 2 that a checkpoint cannot be read.
 
     Raises:
         SystemExit: with status 2, the arguments are not understood or torch sees no such device.
@@ -55,22 +55,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _until_closed(options: argparse.Namespace) -> int:
-    """Run a command and return its status: a signal's if it was interrupted or its output has no
-    reader, 2 if its output cannot be written."""
+    """Run a command and return its status: a signal's if it was interrupted or nothing reads its
+    output, 2 if its output cannot be written."""
     program = f"{program_name()} {options.command}"
     if sys.stdout is None:
         return fail(program, "standard output must be open; it is closed.")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # no name is beyond what a terminal can encode
+    if isinstance(sys.stdout, io.TextIOWrapper):  # escape names that the terminal cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status: int = options.run(options)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
-    except ModuleNotFoundError as error:  # what is optional
+    except ModuleNotFoundError as error:  # an optional package is missing
         return fail(program, error)
-    except OSError as error:  # of standard output: those of checkpoints are caught by the commands
-        # What is still buffered goes nowhere, or Python would complain at its end.
+    except OSError as error:  # from standard output: commands catch errors of checkpoints
+        # Buffered output is discarded, since Python would complain about it on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return 141

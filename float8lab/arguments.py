@@ -1,8 +1,8 @@
 """Checks of arguments, for all public functions and constructors.
 
-Each takes the name that the caller of the public function wrote, and raises
-``"<argument> must <requirement>; got <value>. <what to do>."``: TypeError for a type,
-ValueError for a value. Those that return something return the argument in its plain form.
+Each function takes the name that the caller of the public function used, and raises
+``"<argument> must <requirement>; got <value>. <what to do>."``: TypeError for a type, ValueError
+for a value. Functions that return something return the argument in its plain form.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LONGEST = 80  # characters of a value in a message
 
 
 def shown(value: object) -> str:
-    """Show a value in a message: short, and on one line; a tensor as its dtype and shape.
+    """Format a value for a message: short, on one line; a tensor as its dtype and shape.
 
     >>> shown("x" * 200)
     "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx..."
@@ -49,7 +49,7 @@ def shown(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Text from outside, such as a tensor's name, with its control characters escaped.
+    r"""Escape the control characters of text from outside, such as a tensor's name.
 
     >>> print(printable("w\x1b[31m\n"))
     w\x1b[31m\n
@@ -72,16 +72,16 @@ EXTRAS = {
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "torchtitan": ("torchtitan",),
 }
-"""The extras of pyproject.toml, and the packages that each brings."""
+"""The extras of pyproject.toml, with the packages that each installs."""
 
 
 @contextmanager
 def needs(user: str, package: str, extra: str = "", otherwise: str = "") -> Iterator[None]:
-    """Say which function or file needs a package if the block's import of it fails.
+    """Raise an error that says what needs a package, if the block fails to import the package.
 
     Raises:
-        ModuleNotFoundError: it names the ``extra`` that brings the package, if one does, and what
-            works ``otherwise``.
+        ModuleNotFoundError: it names the ``extra`` that installs the package, if there is one, and
+            what else works ``otherwise``.
 
     >>> with needs("table", "rich", "inspect", "print the tensor"):
     ...     raise ModuleNotFoundError("No module named 'rich'", name="rich")
@@ -112,9 +112,9 @@ def check_size(
 def check_size(
     name: str, value: object, *, minimum: int = 0, optional: bool = False
 ) -> int | torch.SymInt | None:
-    """Check for an integer of at least ``minimum``; numpy's and symbolic ones pass.
+    """Check for an integer of at least ``minimum``; numpy's and symbolic integers pass.
 
-    The result is a Python int, unless the integer is symbolic or an ``optional`` None.
+    The result is a Python int, or a symbolic integer, or None if ``optional``.
 
     >>> check_size("out_features", 0)
     0
@@ -124,7 +124,7 @@ def check_size(
     if isinstance(value, torch.SymInt):
         return value
     required = f"{'None or ' if optional else ''}an integer of at least {minimum}"
-    size: object = value  # of a graph's size, index() would make a constant
+    size: object = value  # index() would make a constant of a size in a graph
     if type(value) is not int:
         try:
             size = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def check_number(
 ) -> _T:
     """Check for a finite number in a range, and return it as a Python float.
 
-    Numbers of any type pass, such as numpy's and tensors of one element; None if ``optional``.
+    Numbers of any type pass, such as numpy's and one-element tensors; None passes if ``optional``.
 
     >>> check_number("eps", 1, minimum=0)
     1.0
@@ -171,7 +171,7 @@ def check_number(
 
 
 def check_flags(**flags: object) -> None:
-    """Check for bools, each under its name; 0 and 1 and numpy's bools pass.
+    """Check for bools, each given under its name; 0 and 1 and numpy's bools pass.
 
     >>> check_flags(bias=True, return_bias=0)
     """
@@ -184,7 +184,7 @@ def check_flags(**flags: object) -> None:
 
 
 def check_choice(name: str, value: object, choices: Iterable[str | None]) -> None:
-    """Check for one of some strings, among which None may be."""
+    """Check for one of several strings; None passes if it is among ``choices``."""
     allowed = tuple(choices)
     if not (value is None or isinstance(value, str)) or value not in allowed:
         kind = ValueError if isinstance(value, str) else TypeError
@@ -211,7 +211,7 @@ def check_tensor(name: str, value: object, *, optional: bool = False) -> None:
 
 
 def has_values(x: torch.Tensor) -> bool:
-    """Whether reading the values of ``x`` costs nothing: it is on a CPU, and nothing is traced."""
+    """Whether the values of ``x`` can be read at no cost: on a CPU, and without tracing."""
     is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     return x.device.type == "cpu" and not is_traced and has_data(x)
 
@@ -233,9 +233,9 @@ def check_floating(
 def check_input(
     name: str, x: torch.Tensor, sizes: tuple[int, ...], argument: str, *, ndim: int | None = None
 ) -> None:
-    """Check for a floating-point tensor whose last sizes are those the module was built with.
+    """Check for a floating-point tensor with the last sizes that its module was built for.
 
-    ``argument`` is the one of the constructor that gave the sizes; ``ndim`` None is any.
+    ``argument`` is the constructor's argument that gave the sizes; ``ndim`` None allows any.
     """
     check_floating(name, x)
     if x.shape[x.ndim - len(sizes) :] != sizes or x.ndim < len(sizes):
@@ -251,7 +251,7 @@ def check_input(
 def check_shape(
     name: str, x: torch.Tensor, sizes: Sequence[int | None], advice: str = "Reshape it."
 ) -> None:
-    """Check for a tensor of these sizes, one for each dimension; None is any size."""
+    """Check for a tensor of these sizes, one for each dimension; None allows any size."""
     pairs = zip(x.shape, sizes, strict=False)
     if x.ndim != len(sizes) or any(n is not None and n != size for size, n in pairs):
         shape = str(tuple(sizes)).replace("None", "any")
@@ -264,8 +264,8 @@ def check_module(name: str, value: object) -> None:
 
 
 def check_callables(arguments: tuple[str, ...] | None = None, /, **functions: object) -> None:
-    """Check for functions or other callables, each under its name; None passes, too.
-    They are to take ``arguments`` by position, which None does not check."""
+    """Check for functions or other callables, each given under its name; None passes, too.
+    They must accept ``arguments`` by position, unless ``arguments`` is None."""
     for name, value in functions.items():
         if value is None:
             continue
@@ -282,7 +282,7 @@ def check_callables(arguments: tuple[str, ...] | None = None, /, **functions: ob
 
 
 def _takes(function: Callable[..., object], arguments: tuple[str, ...]) -> bool:
-    """Whether a function takes so many arguments by position, as far as it tells its parameters."""
+    """Whether a function accepts these arguments by position, as far as its signature tells."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -300,7 +300,7 @@ def check_dtype(
     *,
     optional: bool = True,
 ) -> None:
-    """Check for a dtype among ``choices``, by default those that parameters may have."""
+    """Check for a dtype among ``choices``, by default the dtypes that parameters may have."""
     if not (value in choices if isinstance(value, torch.dtype) else value is None and optional):
         listed = ", ".join(map(str, choices))
         raise TypeError(
@@ -327,7 +327,7 @@ def check_group(name: str, value: object) -> None:
     """Check for a process group of torch.distributed, or None."""
     is_group = value is None
     if not is_group and torch.distributed.is_available():
-        outside = torch.distributed.GroupMember.NON_GROUP_MEMBER  # of a group of other ranks
+        outside = torch.distributed.GroupMember.NON_GROUP_MEMBER  # this process is not in the group
         is_group = isinstance(value, torch.distributed.ProcessGroup) or value is outside
     if not is_group:
         raise TypeError(
@@ -344,7 +344,7 @@ def check_path(name: str, value: object, *, optional: bool = False) -> None:
 
 
 def check_state(name: str, value: object) -> None:
-    """Check for a state dict: tensors by name."""
+    """Check for a state dict, which maps names to tensors."""
     check_instance(name, value, Mapping, "a state dict")
     for key, entry in value.items():  # type: ignore[attr-defined]
         if not isinstance(key, str) or not isinstance(entry, torch.Tensor):
@@ -355,7 +355,7 @@ def check_state(name: str, value: object) -> None:
 
 
 def check_names(name: str, value: object) -> tuple[str, ...]:
-    """Check for a sequence of strings, or a single one; return a tuple."""
+    """Check for a string or a sequence of strings; return a tuple."""
     names: tuple[object, ...] = (value,)
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, torch.Tensor)):
         names = tuple(value)
@@ -369,8 +369,8 @@ def check_names(name: str, value: object) -> tuple[str, ...]:
 def check_lengths(
     name: str, cu_seqlens: torch.Tensor | None, *, why: str, tokens: int | None = None
 ) -> torch.Tensor:
-    """``cu_seqlens``; raise unless they are cumulative lengths, which ``why`` needs.
-    Their values are looked at on a CPU only: they are to lie in ``tokens`` tokens."""
+    """Check for cumulative lengths, which ``why`` needs, and return them.
+    Only on a CPU the values are checked: they must be within ``tokens`` tokens."""
     if cu_seqlens is None:
         raise ValueError(
             f"{name} must be given for {why}; got None. Pass the cumulative lengths of the "

@@ -1,7 +1,7 @@
-"""Routers of MoE layers: which experts get a token, and with which weight.
+"""Routers of MoE layers choose the experts of each token and their probabilities.
 
-T tokens, E experts. Names, arguments and meaning are Transformer Engine's. Scores are computed in
-float32; routers stay in high precision.
+T tokens, E experts. Names, arguments and meaning are those of Transformer Engine. Scores are
+computed in float32; routers stay in high precision.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class _Routing(NamedTuple):
-    """The arguments of ``ops/reference/router.py`` that are no tensors."""
+    """The arguments of ``ops/reference/router.py`` that are not tensors."""
 
     topk: int
     score_function: str
@@ -42,27 +42,27 @@ def fused_topk_with_score_function(
     score_function: str = "softmax",
     expert_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose each token's experts by their scores, and give their probabilities.
+    """Choose each token's experts by their scores, and return their probabilities.
 
     Args:
         logits: ``[..., E]``, float32, bfloat16, float16 or float64.
-        topk: how many experts get a token.
-        use_pre_softmax: softmax over all experts; else over the chosen ones.
-        num_groups: with ``group_topk``, in how many groups of neighbours the experts lie.
-        group_topk: choose experts of so many groups, those whose ``topk // group_topk`` best
-            experts have the largest sum of scores. None or 0 is of all.
-        scaling_factor: the probabilities are multiplied by it; None is 1.
+        topk: the number of experts of a token.
+        use_pre_softmax: apply softmax over all experts rather than over the chosen ones.
+        num_groups: with ``group_topk``, the number of groups into which the experts are divided.
+        group_topk: choose experts from this number of groups, those whose ``topk // group_topk``
+            best experts have the largest sum of scores. None or 0 chooses from all experts.
+        scaling_factor: factor of the probabilities; None is 1.
         score_function: ``"softmax"``; or ``"sigmoid"`` or ``"sqrtsoftplus"``, divided by their sum
             over the chosen experts if ``topk`` is above 1.
-        expert_bias: ``[E]``, added to scores by which experts are chosen, and to no probability; it
-            gets no gradient. Not with softmax.
+        expert_bias: ``[E]``, added to the scores for choosing experts, but not to probabilities; it
+            gets no gradient. It must be None with softmax.
 
     Returns:
         Probabilities of the shape and dtype of ``logits``, 0 where an expert is not chosen; and the
         routing map, ``[T, E]`` bool.
 
     Raises:
-        ValueError: sizes that do not fit together, an unknown score function, a bias with softmax.
+        ValueError: sizes do not match, the score function is unknown, or a bias with softmax.
 
     >>> probs, routing_map = float8lab.router.fused_topk_with_score_function(
     ...     torch.tensor([[0.0, 1.0, 1.0]]), 2
@@ -106,7 +106,7 @@ def fused_topk_with_score_function(
 def fused_compute_score_for_moe_aux_loss(
     logits: Tensor, topk: int, score_function: str
 ) -> tuple[Tensor, Tensor]:
-    """Compute what the auxiliary loss needs: the scores of all experts, and which are the best.
+    """Compute the scores of all experts and the best experts, for the auxiliary loss.
 
     Args:
         score_function: ``"softmax"``; or ``"sigmoid"`` or ``"sqrtsoftplus"``, divided by their sum.
@@ -115,7 +115,7 @@ def fused_compute_score_for_moe_aux_loss(
         The routing map, ``[T, E]`` bool; and the scores, of the shape of ``logits``, float32.
 
     Raises:
-        ValueError: more experts wanted than there are, or an unknown score function.
+        ValueError: ``topk`` exceeds the number of experts, or the score function is unknown.
 
     >>> logits = torch.tensor([[0.0, 1.0, 1.0]])
     >>> routing_map, scores = float8lab.router.fused_compute_score_for_moe_aux_loss(
@@ -140,18 +140,18 @@ def fused_moe_aux_loss(
 ) -> Tensor:
     """Compute the loss that balances the load of the experts, a scalar in the dtype of ``probs``.
 
-    It is ``coeff * num_experts / (topk * total_num_tokens ** 2)`` times the sum over the experts of
-    the tokens that an expert gets times the sum of its probabilities, in float32.
+    It is ``coeff * num_experts / (topk * total_num_tokens ** 2)`` times the sum over all experts of
+    the expert's number of tokens times the sum of its probabilities, computed in float32.
 
     Args:
-        probs: ``[T, E]``, any float: scores of all experts.
+        probs: ``[T, E]``, any float: the scores of all experts.
         tokens_per_expert: ``[E]``, any dtype.
-        total_num_tokens: the tokens of all ranks that the loss is computed over; or a tensor of one
-            number on the device, which a CUDA graph reads in each replay.
-        coeff: weight of the loss.
+        total_num_tokens: the number of tokens of all ranks for which the loss is computed; or a
+            one-element tensor on the device, which a CUDA graph reads in each replay.
+        coeff: the weight of the loss.
 
     Raises:
-        ValueError: sizes that do not fit together.
+        ValueError: sizes do not match.
 
     >>> probs, counts = torch.full((4, 2), 0.5), torch.tensor([2, 2])
     >>> float8lab.router.fused_moe_aux_loss(probs, counts, 4, 2, 1, 0.01)
@@ -169,18 +169,18 @@ def fused_moe_aux_loss(
     arguments.check_shape("probs", probs, (None, len(tokens_per_expert)), advice)
     for name, size in (("num_experts", num_experts), ("topk", topk)):
         arguments.check_size(name, size, minimum=1)
-    wide = torch.promote_types(probs.dtype, torch.float32)
+    sum_dtype = torch.promote_types(probs.dtype, torch.float32)
     if isinstance(total_num_tokens, Tensor) and total_num_tokens.numel() == 1:
-        total_num_tokens = total_num_tokens.reshape(()).to(wide)
+        total_num_tokens = total_num_tokens.reshape(()).to(sum_dtype)
     else:
         arguments.check_size("total_num_tokens", total_num_tokens, minimum=1)
     arguments.check_number("coeff", coeff)
-    weight = tokens_per_expert.to(wide) * (coeff * num_experts / (topk * total_num_tokens**2))
-    return (probs.sum(0, dtype=wide) * weight).sum().to(probs.dtype)
+    weight = tokens_per_expert.to(sum_dtype) * (coeff * num_experts / (topk * total_num_tokens**2))
+    return (probs.sum(0, dtype=sum_dtype) * weight).sum().to(probs.dtype)
 
 
 def _check_logits(logits: Tensor, topk: int, score_function: str) -> int:
-    """Return the number of experts."""
+    """Check the logits and options, and return the number of experts."""
     arguments.check_floating("logits", logits, "Convert it.")
     if not logits.ndim or not logits.shape[-1]:
         raise ValueError(

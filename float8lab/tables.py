@@ -1,4 +1,4 @@
-"""Text in rows and columns: as aligned lines, and as HTML."""
+"""Format rows and columns of text as aligned lines or as HTML."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["aligned", "html_table"]
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Rows of cells as lines: the first ``left`` columns to the left, the others to the right.
+    """Format rows of cells as lines: the first ``left`` columns aligned left, the others right.
 
-    It is written here, and not by rich, because it prints where no extra is installed.
+    It does not use rich, because it must print without any extra installed.
 
     >>> print("\\n".join(aligned([("layer", "us"), ("0", "1200")])))
     layer    us
@@ -30,7 +30,7 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 def html_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[bool] = ()
 ) -> str:
-    """The same as HTML; ``marked`` rows have the class ``wrong``."""
+    """Format rows of cells as an HTML table; ``marked`` rows have the class ``wrong``."""
 
     def line(kind: str, cells: Sequence[str], attribute: str = "") -> str:
         return f"<tr{attribute}>{''.join(f'<{kind}>{escape(c)}</{kind}>' for c in cells)}</tr>"

@@ -1,8 +1,8 @@
 """Tools that run across processes, and tools that a training loop wraps around layers.
 
-FP8 all-gather of sharded weights and reduce-scatter of gradients, tokens sent to experts,
-broadcast, checkpoints; recomputation, random streams, offload, the core that backward runs on;
-cross entropy over a sharded vocabulary, gradients under sequence parallelism.
+They gather sharded weights and reduce-scatter gradients in FP8, send tokens to experts, broadcast
+models and save checkpoints. They also recompute and offload activations, fork random streams, bind
+backward to a core, shard the cross entropy's vocabulary, and sum sequence-parallel gradients.
 """
 
 from float8lab.distributed.affinity import backward_on_this_core

@@ -1,8 +1,8 @@
-"""Autograd's thread for a GPU on the core of the thread that calls backward.
+"""Run autograd's thread for a GPU on the core of the thread that calls backward.
 
-Autograd runs the backward of a GPU's ops on a thread of its own. The two threads alternate, and
-the operating system puts them on different cores: every Python object that goes from one to the
-other, and every wake-up, crosses the chip. For ops that take microseconds that is most of the time.
+Autograd runs the backward of a GPU's ops on a separate thread. The two threads alternate, and the
+operating system puts them on different cores: each Python object passed between them, and each
+wake-up, crosses the chip. For ops that take microseconds this takes most of the time.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ __all__ = ["backward_on_this_core"]
 
 
 def backward_on_this_core(core: int | None = None) -> AbstractContextManager[None]:
-    """Keep the calling thread, and autograd's thread for the current GPU, on one core.
+    """Bind the calling thread, and autograd's thread for the current GPU, to one core.
 
-    For steps that take the CPU longer than the GPU. Only these two threads are bound, and both get
-    back on exit what they were bound to. Enter it around a step: threads and processes that the
-    calling thread starts inside, such as a data loader's workers, inherit its core. Contexts nest;
-    it also is a decorator. After the first, an entry costs a few microseconds.
+    Use it for steps that take the CPU longer than the GPU. Only these two threads are bound, and
+    both get their former affinity back on exit. Enter it around a step: threads and processes that
+    the calling thread starts inside, such as a data loader's workers, inherit its core. Contexts
+    nest; it is also a decorator. After the first, an entry costs a few microseconds.
 
-    Without a GPU backward runs on the thread that calls it, and nothing is bound; nor on systems
-    other than Linux, which is said once.
+    Without a GPU backward runs on the thread that calls it, and nothing is bound. On systems other
+    than Linux nothing is bound, either, and a warning says so once.
 
     Args:
-        core: number of a core that both threads may run on. None is, among several ranks of
-            torch.distributed, one of these cores by rank, so that ranks of a host have different
-            ones; in a single process the core that the calling thread is on.
+        core: number of a core that both threads may run on. With None, several ranks of
+            torch.distributed choose among these cores by rank, so that ranks of a host have
+            different cores; a single process uses the core of the calling thread.
 
     Raises:
         ValueError: the threads may not run on that core.
@@ -70,7 +70,7 @@ def _on_one_core(core: int | None) -> Iterator[None]:
 
 
 def _threads() -> list[int]:
-    """The calling thread and the one that its backward runs on; none if they are the same."""
+    """Return the calling thread and the thread of its backward; none if they are the same."""
     if not torch.cuda.is_available():
         return []
     if not hasattr(os, "sched_setaffinity"):
@@ -91,7 +91,7 @@ def _say_that_there_is_no_affinity() -> None:
 
 @functools.cache
 def _backward_thread(process: int, device: int) -> int:
-    """Number of autograd's thread for a device, which lives as long as the process."""
+    """Return the number of autograd's thread for a device, which lives as long as the process."""
     threads: list[int] = []
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.empty(0, device=torch.device("cuda", device), requires_grad=True)
@@ -102,7 +102,7 @@ def _backward_thread(process: int, device: int) -> int:
 
 
 def _choose(allowed: set[int]) -> int | None:
-    """One of the cores that the threads may run on, if there is one."""
+    """Return one of the cores that the threads may run on; None if there is none."""
     rank, count = rank_and_size()
     if count > 1 and allowed:
         return sorted(allowed)[rank % len(allowed)]

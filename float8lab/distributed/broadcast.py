@@ -1,4 +1,4 @@
-"""Broadcast of a model whose weights are stored in FP8."""
+"""Broadcast a model whose weights are stored in FP8."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["broadcast_parameters"]
 def broadcast_parameters(
     module: torch.nn.Module, src: int = 0, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Give all ranks the parameters and buffers of one, bit for bit.
+    """Give all ranks the parameters and buffers of one rank, bit for bit.
 
-    ``DistributedDataParallel`` does so too when it is made, but mixes all parameters in one buffer
-    of their high-precision dtype: FP8 weights are then equal on all ranks, yet requantized.
-    Call this before, and pass ``init_sync=False``.
+    ``DistributedDataParallel`` does so when it is constructed, but joins all parameters in a buffer
+    of their high-precision dtype: FP8 weights are then equal on all ranks, but requantized.
+    Call this function first, and pass ``init_sync=False``.
 
     Args:
         module: a model that is not sharded, with the same parameters on all ranks.
-        src: global rank whose values everyone gets.
+        src: the global rank whose values all ranks get.
     """
     check_module("module", module)
     check_size("src", src)

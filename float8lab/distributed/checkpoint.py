@@ -1,7 +1,7 @@
-"""Checkpoints of models whose weights are stored in FP8, sharded or not, in plain tensors.
+"""Checkpoints of models whose weights are stored in FP8, sharded or not, as plain tensors.
 
-A ``ModelState`` is ``Stateful``, so ``torch.distributed.checkpoint`` saves and loads it on any
-number of ranks, bit for bit, and so does ``torch.save`` on one. Its content can be loaded without
+A ``ModelState`` is ``Stateful``: ``torch.distributed.checkpoint`` saves and loads it on any number
+of ranks, bit for bit, and ``torch.save`` does so on one rank. Its content can be loaded without
 this library: a weight stored in FP8 is saved as its bytes, its scales and its amaxes, and
 everything else as in the model's ``state_dict``.
 """
@@ -29,9 +29,9 @@ _FIELDS = ("qdata", "scale", "amax")
 class ModelState:
     """The parameters and buffers of a model as plain tensors.
 
-    A weight ``w`` stored in FP8 becomes ``w.qdata`` (uint8, the model's shape, sharded as the
-    weight is), ``w.scale`` and ``w.amax`` (float32, one number for each block of the full weight,
-    the same on all ranks). Both methods are collectives if the model is sharded.
+    A weight ``w`` stored in FP8 becomes ``w.qdata`` (uint8, with the weight's shape and sharding),
+    ``w.scale`` and ``w.amax`` (float32, one number for each block of the unsharded weight, the same
+    on all ranks). Both methods are collectives if the model is sharded.
 
     >>> with float8lab.fp8_model_init():
     ...     layer = float8lab.Linear(16, 16, bias=False, device="cpu")
@@ -44,7 +44,7 @@ class ModelState:
         self.model = model
 
     def state_dict(self) -> dict[str, object]:
-        """Return the model's state as plain tensors, which share its memory where they can."""
+        """Return the model's state as plain tensors, which share its memory if possible."""
         state: dict[str, object] = {}
         for name, value in self.model.state_dict().items():
             if not isinstance(local_of(value), Float8Tensor):
@@ -57,11 +57,11 @@ class ModelState:
         return state
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Load a state by ``state_dict``, saved on this or another number of ranks.
+        """Load a state that ``state_dict`` returned, on this or another number of ranks.
 
         Raises:
-            TypeError: ``state`` is no state dict.
-            ValueError: the state is not of this model; nothing is loaded.
+            TypeError: ``state`` is not a state dict.
+            ValueError: the state belongs to another model; nothing is loaded.
         """
         check_instance("state", state, Mapping, "a state dict")
         plain = dict(state)
@@ -78,7 +78,7 @@ class ModelState:
         self.model.load_state_dict(plain)
 
     def _check_keys(self, plain: dict[str, object]) -> None:
-        """Raise unless everything beside the FP8 weights has the model's names and shapes."""
+        """Raise unless all other entries than FP8 weights have the model's names and shapes."""
         present = self.model.state_dict()
         wrong = [name for name in present if name not in plain]
         for name, value in plain.items():
@@ -97,7 +97,7 @@ class ModelState:
 
 
 class StoredWeight:
-    """One weight that is stored in FP8, unsharded or as a shard."""
+    """A weight that is stored in FP8, unsharded or as a shard."""
 
     def __init__(self, model: nn.Module, name: str, value: Tensor) -> None:
         self.value, self.local = value, cast(Float8Tensor, local_of(value))
@@ -105,19 +105,19 @@ class StoredWeight:
             detach_window(self.local)
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
-        parameter = getattr(module, leaf, value)  # a state_dict has aliases of parameters
-        self.placement = getattr(module, "_placement", None)  # by tensor parallelism, or None
+        parameter = getattr(module, leaf, value)  # a state_dict holds aliases of parameters
+        self.placement = getattr(module, "_placement", None)  # of tensor parallelism, or None
         ndim, self.mesh = 0 if self.placement is None else self.placement.ndim, None
         if is_dtensor(value) and value.device_mesh.ndim > ndim:
             self.mesh, self.row_shard = shard_mesh(value, ndim), row_shard_of(parameter)
 
     @property
     def spec(self) -> Float8Spec:
-        """How the unsharded weight is stored."""
+        """The spec of the unsharded weight."""
         return self.local.spec if self.mesh is None else self.row_shard.spec
 
     def unsharded_scales(self) -> tuple[Tensor, Tensor]:
-        """Scales and amaxes of the blocks of the unsharded weight."""
+        """Return scales and amaxes of the blocks of the unsharded weight."""
         local = self.local
         scale, amax = local.scale, local.amax
         if self.mesh is not None:
@@ -128,7 +128,7 @@ class StoredWeight:
         return self.placement.unshard(scale, local.spec), self.placement.unshard(amax, local.spec)
 
     def bytes_under(self, scale: Tensor) -> Tensor:
-        """The FP8 data for these scales, as uint8; a shard is cast to them."""
+        """Return the FP8 data for these scales as uint8; a shard is requantized with them."""
         local = self.local
         if self.mesh is None:
             return with_local(self.value, local.qdata.view(torch.uint8))
@@ -142,7 +142,7 @@ class StoredWeight:
         return with_local(self.value, qdata)
 
     def unsharded(self) -> Float8Tensor:
-        """The unsharded weight, with the bytes by which the ranks multiply; a collective."""
+        """Return the unsharded weight with the bytes that the ranks multiply; a collective."""
         scale, amax = self.unsharded_scales()
         qdata = self.bytes_under(scale)
         qdata = qdata.full_tensor() if is_dtensor(qdata) else qdata
@@ -150,12 +150,12 @@ class StoredWeight:
         return Float8Tensor(qdata.view(spec.fp8_dtype), scale, amax, spec, self.value.dtype)
 
     def checked(self, name: str, saved: Sequence[object]) -> list[Tensor]:
-        """Return what a state has for the weight, if it is its bytes, scales and amaxes."""
+        """Check that a state has the bytes, scales and amaxes of the weight, and return them."""
         scales = self.spec.scale_shape(tuple(self.value.shape))
         shapes = (tuple(self.value.shape), scales, scales)
         fields = []
         for field, value, shape in zip(_FIELDS, saved, shapes, strict=True):
-            # Blocks that tensor-parallel ranks cut are as many as these ranks have together.
+            # Blocks cut by tensor parallelism count once per rank that has a part of them.
             cut = self.placement is not None and field != "qdata"
             if not isinstance(value, Tensor) or (tuple(value.shape) != shape and not cut):
                 raise ValueError(

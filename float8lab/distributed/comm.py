@@ -2,22 +2,21 @@
 
 M tokens, N out features, K in features, R ranks; ``y = x @ weight.T``.
 
-Note: the nouns of this room.
+Note: the terms used here.
 
-- *shard*: what a rank has of an *unsharded* tensor, along one dimension, by a ``ShardMap``.
-- *column parallel*: the weight is a shard of its rows, ``[N / R, K]``; so are y and its gradient,
-  of their columns. *Row parallel*: the weight is a shard of its columns, and so is x; the GEMM of
-  each rank is a *partial sum*.
-- *sequence parallel*: x of a column parallel layer and y of a row parallel one are shards of the
-  *tokens*, the first dimension: they are *gathered* where they enter such a pair of layers, and
-  their sums are *scattered* where they leave it. Without it they are the same on all ranks.
-- *tokens* of a tensor, as a variable: their ``ShardMap``, known as long as the tensor lives.
-- *comm*: what a call sends. ``ONE_GPU`` sends nothing, ``Sharded`` what the ranks lack.
+- *shard*: the part of an *unsharded* tensor that a rank has along a dimension, by a ``ShardMap``.
+- *column parallel*: the weight is a shard of its rows, ``[N / R, K]``; y and dy are shards of their
+  columns. *Row parallel*: weight and x are shards of their columns; each rank's GEMM is a *partial
+  sum*.
+- *sequence parallel*: x of a column parallel layer and y of a row parallel layer are shards of the
+  *tokens*, the first dimension: tokens are *gathered* where they enter such a pair of layers, and
+  sums are *scattered* where they leave it. Otherwise all ranks have all tokens.
+- *tokens*, as a variable: the ``ShardMap`` of a tensor's tokens, known while the tensor exists.
+- *comm*: the communication of a call. ``ONE_GPU`` sends nothing, ``Sharded`` sends between ranks.
 
-What travels is bytes: FP8 data as uint8, and scales. An amax that ranks share is the largest over
-them. Where blocks of tokens cross shards, an operand is gathered in high precision before its cast;
-where blocks of features do, the layer runs in high precision. The collectives are such as gloo,
-NCCL, eager mode and compiled graphs all take.
+FP8 data is sent as uint8, along with scales. A shared amax is the largest over ranks. If blocks of
+tokens cross shards, an operand is gathered in high precision before its cast; if blocks of features
+do, the layer runs in high precision. Gloo, NCCL, eager mode and graphs support all collectives.
 """
 
 from __future__ import annotations
@@ -61,38 +60,38 @@ __all__ = [
 class CallOrder:
     """The order in which this rank has called the layers that the ranks of a group share.
 
-    A rank that leaves a layer out meets the next one's collectives, which only shapes could tell
-    from its own. So ranks compare the order from time to time.
+    If a rank skips a layer, its collectives meet those of another layer on other ranks, which may
+    have the same shapes. So ranks compare the order from time to time.
     """
 
     EVERY = 256
-    """After so many calls ranks compare it."""
+    """Number of calls after which ranks compare the order."""
     of_groups: ClassVar[WeakKeyDictionary[dist.ProcessGroup, CallOrder]] = WeakKeyDictionary()
-    """The call order of each process group that is alive."""
+    """The call order of each existing process group."""
 
     def __init__(self) -> None:
         self._layers = self._calls = self._order = 0
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> CallOrder:
-        """The call order of a group."""
+        """Return the call order of a group."""
         return cls.of_groups.setdefault(group, cls())
 
-    def called(self, layer: TensorParallel) -> None:
-        """Take in a call of a layer, whose place is that of its first call.
+    def record_call(self, layer: TensorParallel) -> None:
+        """Record a call of a layer; the number of a layer is set at its first call.
 
         Raises:
-            RuntimeError: on all ranks, if they have run others.
+            RuntimeError: on all ranks, if they have called different layers.
         """
-        if not layer.place:
+        if not layer.call_number:
             self._layers += 1
-            layer.place.append(self._layers)
+            layer.call_number.append(self._layers)
         self._calls += 1
-        self._order = hash((self._order, layer.place[0]))
+        self._order = hash((self._order, layer.call_number[0]))
         if self._calls % self.EVERY:
             return
-        # No sizes of shards begin with -1, should another rank be waiting for those.
-        orders = layer.told(-1, self._layers, self._order).tolist()
+        # No shard's sizes begin with -1, in case another rank is waiting for sizes of shards.
+        orders = layer.exchange_numbers(-1, self._layers, self._order).tolist()
         if any(order != orders[0] for order in orders):
             raise RuntimeError(
                 "tensor-parallel ranks must run the same layers in the same order; got others on "
@@ -104,35 +103,35 @@ class CallOrder:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How the ranks of a group share the GEMMs of a layer."""
+    """The way in which the ranks of a group share the GEMMs of a layer."""
 
     group: dist.ProcessGroup
     """The process group."""
     mode: str
-    """``"column"`` or ``"row"``: of what the weight is a shard; ``"heads"`` of attention, whose
-    operands are shards of their heads."""
+    """``"column"`` or ``"row"``: the weight is a shard of its rows or columns. ``"heads"``: the
+    operands of attention are shards of heads."""
     sequence_parallel: bool = False
-    """Whether the tokens outside a pair of layers are shards."""
+    """Whether tokens are sharded outside a pair of layers."""
     keep_gathered: bool = False
-    """Keep what was gathered with one scale, in place of gathering it for wgrad, too."""
+    """Keep a gathered x that has one scale for wgrad, instead of gathering it twice."""
     overlap: bool | None = None
-    """Whether GEMMs run beside communication; None: where that was measured to pay."""
+    """Whether GEMMs overlap with communication; None: where that was measured to be faster."""
     casts_only: bool = False
-    """Ranks share scales and nothing else: the caller sends tokens, and adds sums up."""
+    """Ranks share only scales: the caller sends tokens and sums over ranks."""
     partial: bool = False
-    """Leave sums over ranks to the caller: what leaves is this rank's part of a sum."""
+    """Leave sums over ranks to the caller: each rank returns its partial sum."""
     features: tuple[ShardMap, ...] = field(default=(), compare=False)
-    """The shards of the features that ranks share: several where the weight consists of several
-    matrices behind each other; none where they are unknown."""
+    """The shards of the features that ranks share: several if the weight is a concatenation of
+    matrices, none if they are unknown."""
     scale_groups: tuple[dist.ProcessGroup, ...] = ()
-    """Further groups, of context parallelism, whose ranks share the scales as well."""
+    """Additional groups, of context parallelism, whose ranks share the scales, too."""
     name: str = ""
-    """The group's name for functional collectives. ``__post_init__`` sets this and the following.
-    """
+    """The group's name for functional collectives. ``__post_init__`` sets it, as it sets ``size``
+    and ``rank``."""
     size: int = 0
     rank: int = 0
-    place: list[int] = field(default_factory=list, compare=False, repr=False)
-    """The layer's place among those of the group, once it has been called."""
+    call_number: list[int] = field(default_factory=list, compare=False, repr=False)
+    """The number of the layer in its group's order of first calls, once it has been called."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.group.group_name)
@@ -140,13 +139,13 @@ class TensorParallel:
         object.__setattr__(self, "rank", dist.get_rank(self.group))
 
     def __deepcopy__(self, memo: object) -> TensorParallel:
-        return self  # a group has no copies
+        return self  # a group cannot be copied
 
     def __reduce__(self) -> tuple[type, tuple[int]]:
-        return NoGroup, (self.size,)  # nor is it another process's
+        return NoGroup, (self.size,)  # another process does not have the group
 
     def sharded_dim(self, index: int) -> int | None:
-        """The dimension along which x, the weight or dy (0, 1, 2) is a shard; None: it is none."""
+        """Return the sharded dimension of x, the weight or dy (0, 1, 2), or None."""
         if self.mode == "heads":
             return 1
         tokens = 0 if self.sequence_parallel else None
@@ -154,31 +153,31 @@ class TensorParallel:
 
     @property
     def gathers(self) -> bool:
-        """Whether the tokens that enter, and their gradients, are shards."""
+        """Whether the tokens that enter the layer, and their gradients, are sharded."""
         return self.sequence_parallel and self.mode == "column"
 
     @property
     def scatters(self) -> bool:
-        """Whether the tokens that leave are shards."""
+        """Whether the tokens that leave the layer are sharded."""
         return self.sequence_parallel and self.mode == "row"
 
     # The tokens of a call.
 
     def tokens_of(self, x: Tensor) -> ShardMap | None:
-        """The tokens of a call's input, ``[..., K]``; None without sequence parallelism.
+        """Return the tokens of a call's input ``[..., K]``; None without sequence parallelism.
 
-        A rank knows the size of its own shard alone. Ranks tell each other their sizes, through
-        memory of the CPU, once for each tensor that comes from outside; the tokens of what layers
-        make of it are known (``remember_tokens``). Whether tokens are known is the same on all
-        ranks, which run the same program; a size may change on one and not on another. A compiled
-        graph takes all shards to be as large as its own.
+        A rank knows only the size of its own shard. Ranks exchange their sizes through CPU memory,
+        once for each tensor that comes from outside; for tensors computed by layers the tokens are
+        known (``remember_tokens``). All ranks run the same program, so tokens are known on all
+        ranks or on none; but a size may change on one rank only. A compiled graph assumes that all
+        shards are as large as its own.
 
         Raises:
-            RuntimeError: on all ranks, if some have run other layers.
+            RuntimeError: on all ranks, if some have called different layers.
             ValueError: on all ranks, if the shards do not fit together.
         """
         if not torch.compiler.is_compiling():
-            CallOrder.of(self.group).called(self)
+            CallOrder.of(self.group).record_call(self)
         if not self.sequence_parallel:
             return None
         if x.ndim < 2:
@@ -192,19 +191,19 @@ class TensorParallel:
             return ShardMap.of(lead, self.size, self.rank, inner=inner)
         if torch.compiler.is_compiling():
             return ShardMap(lead * self.size, lead, self.size, self.rank, inner)
-        group, tokens = _Known.tokens.get(x) or ("", None)
+        group, tokens = _TensorFacts.tokens.get(x) or ("", None)
         if tokens is None or group != self.name or tokens.rows_per_outer != lead * inner:
             tokens = self._agree_on_tokens(lead, inner, x.shape[-1])
             self.remember_tokens(x, tokens)
         return tokens
 
     def remember_tokens(self, x: Tensor, tokens: ShardMap | None) -> None:
-        """Keep the tokens of the shard ``x``, for layers that get it as their input."""
+        """Remember the tokens of the shard ``x`` for layers that get it as their input."""
         if tokens is not None and not torch.compiler.is_compiling():
-            _Known.tokens[x] = self.name, tokens
+            _TensorFacts.tokens[x] = self.name, tokens
 
     def _agree_on_tokens(self, lead: int, inner: int, features: int) -> ShardMap:
-        leads, *other_sizes = self.told(lead, inner, features).t().tolist()
+        leads, *other_sizes = self.exchange_numbers(lead, inner, features).t().tolist()
         tokens = ShardMap.of(sum(leads), self.size, self.rank, inner=inner)
         if leads != tokens.lengths or any(len(set(sizes)) > 1 for sizes in other_sizes):
             raise ValueError(
@@ -218,7 +217,7 @@ class TensorParallel:
     def output_shape(
         self, shape: Sequence[int], tokens: ShardMap | None, features: int
     ) -> tuple[int, ...]:
-        """The shape of a layer's output from that of its input."""
+        """Return the shape of a layer's output, given that of its input."""
         if tokens is None:
             return (*shape[:-1], features)
         lead = tokens.size if self.mode == "column" else tokens.length
@@ -226,23 +225,23 @@ class TensorParallel:
 
     # Collectives.
 
-    def told(self, *numbers: int) -> Tensor:
-        """The numbers that all ranks tell each other, a row for each, through memory of the CPU."""
+    def exchange_numbers(self, *numbers: int) -> Tensor:
+        """Exchange numbers between all ranks through CPU memory; return a row for each rank."""
         host = channel(self.group).host_group(self.group).group_name
         return all_gathered(torch.tensor([numbers], device="cpu"), self.size, host)
 
     def amax(self, amax: Tensor) -> Tensor:
-        """The maximum over ranks of amaxes, infinite where one of them is NaN."""
+        """Return the maximum over ranks of amaxes, infinite where one of them is NaN."""
         for group in (self.group, *self.scale_groups):
             amax = amax_over_ranks(amax, group)
         return amax
 
     def sum(self, partial: Tensor) -> Tensor:
-        """The sum over ranks, on each of them."""
+        """Sum a tensor over ranks, for all ranks."""
         return all_reduced(partial, "sum", self.name)
 
     def scatter(self, partial: Tensor, tokens: ShardMap) -> Tensor:
-        """This rank's rows of the sum over ranks: ``[M, ...]`` to its shard."""
+        """Sum ``[M, ...]`` over ranks and return this rank's rows of the sum."""
         size, outer = tokens.chunk * tokens.inner, tokens.outer
         padded = size * self.size
         if partial.shape[0] != padded * outer:
@@ -256,7 +255,7 @@ class TensorParallel:
         return shard.unflatten(0, (outer, size))[:, :count].flatten(0, 1)
 
     def gather(self, shard: Tensor, tokens: ShardMap, dim: int = 0) -> Tensor:
-        """The unsharded matrix of a shard of its rows, or columns."""
+        """Gather an unsharded matrix from shards of its rows or columns."""
         size, length, outer = tokens.chunk * tokens.inner, tokens.size * tokens.inner, tokens.outer
         raw = shard.view(torch.uint8) if shard.element_size() == 1 else shard
         if outer > 1:
@@ -269,7 +268,7 @@ class TensorParallel:
             raw = F.pad(raw, (0, 0) * (raw.ndim - 1 - dim) + (0, size - raw.shape[dim]))
         gathered = all_gathered(raw, self.size, self.name)
         if dim:
-            gathered = _side_by_side(gathered.unflatten(0, (self.size, -1)), dim)
+            gathered = _concatenate(gathered.unflatten(0, (self.size, -1)), dim)
         if gathered.shape[dim] != length:
             gathered = gathered.narrow(dim, 0, length)
         if outer > 1:
@@ -279,16 +278,16 @@ class TensorParallel:
     def gather_operand(
         self, operand: Operand, block: Sequence[int], tokens: ShardMap, dim: int
     ) -> Operand:
-        """The unsharded operand, padded; ``dim`` of it are tokens, no block of which crosses."""
+        """Gather an operand with padding; ``dim`` is the tokens', whose blocks cross no shards."""
         (q, scale), size = operand, block[dim]
         data, padding = self.gather(q, tokens, dim), -tokens.unsharded_rows % ALIGN
         if padding:
-            data = F.pad(data.view(torch.uint8), _after(padding, dim)).view(q.dtype)
-        if size == -1:  # all ranks know the scales of all
+            data = F.pad(data.view(torch.uint8), _pad_end(padding, dim)).view(q.dtype)
+        if size == -1:  # the scales span all tokens, so each rank has them
             return Operand(data.contiguous(), scale)
         scale = self.gather(scale, tokens.blocks(size), dim)
         if missing := -(-data.shape[dim] // size) - scale.shape[dim]:
-            scale = F.pad(scale, _after(missing, dim), value=1.0)
+            scale = F.pad(scale, _pad_end(missing, dim), value=1.0)
         if scales_by_column(block):
             scale = scale.t().contiguous().t()
         return Operand(data.contiguous(), scale)
@@ -296,43 +295,43 @@ class TensorParallel:
     # Differentiable, for layers in high precision.
 
     def gather_features(self, x: Tensor, *, gather: bool) -> Tensor:
-        """All features of a tensor of which a rank has some; or its own of all; differentiable.
-        The gradient of all is the same on all ranks, as what they compute of all is."""
+        """Gather the features of all ranks, or take this rank's shard of them; differentiable.
+        The gradient of gathered features is assumed to be the same on all ranks."""
         size = x.shape[-1] * (self.size if gather else 1)
         features = ShardMap.of(size, self.size, self.rank)
 
         def gather_all(x: Tensor) -> Tensor:
             return self.gather(as_matrix(x), features, 1).view(*x.shape[:-1], size)
 
-        def take_own(x: Tensor) -> Tensor:
+        def to_shard(x: Tensor) -> Tensor:
             return features.shard(x, -1).contiguous()
 
-        return GradientMap.run(x, *((gather_all, take_own) if gather else (take_own, gather_all)))
+        return GradientMap.run(x, *((gather_all, to_shard) if gather else (to_shard, gather_all)))
 
     def enter(self, x: Tensor, tokens: ShardMap | None) -> Tensor:
-        """A layer's input as its GEMM takes it, differentiable."""
+        """Return a layer's input as its GEMM takes it; differentiable."""
         return x if self.mode == "row" else self.gather_tokens(x, tokens)
 
     def gather_tokens(self, x: Tensor, tokens: ShardMap | None) -> Tensor:
-        """All tokens of a tensor of which each rank has some, differentiable."""
-        return self._move_tokens(x, tokens, _gathered, _reduced)
+        """Gather the tokens of all ranks; differentiable."""
+        return self._move_tokens(x, tokens, _gather_input, _reduce_output)
 
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None, tokens: ShardMap | None) -> Tensor:
-        """A layer in high precision, differentiable, of an input that has entered."""
+        """Run a layer in high precision on an input that ``enter`` returned; differentiable."""
         if self.mode == "column":
             return F.linear(x, w, bias)
-        y = self._move_tokens(F.linear(x, w), tokens, _reduced, _gathered)
+        y = self._move_tokens(F.linear(x, w), tokens, _reduce_output, _gather_input)
         return y if bias is None else y + bias
 
     def _move_tokens(
         self, x: Tensor, tokens: ShardMap | None, move: Callable[..., Tensor],
         move_back: Callable[..., Tensor],
     ) -> Tensor:  # fmt: skip
-        """Move tokens into a layer or out of it; their gradients are moved back."""
+        """Gather or reduce the tokens of a layer; their gradients are moved in reverse."""
         shape = x.shape
 
         def forward(x: Tensor) -> Tensor:
-            if move is _gathered and tokens is None:
+            if move is _gather_input and tokens is None:
                 return x.view_as(x)
             y = move(self, tokens, as_matrix(x), backward=False)
             return y.view(self.output_shape(shape, tokens, shape[-1]))
@@ -344,7 +343,7 @@ class TensorParallel:
 
 
 def misfit(features: Sequence[ShardMap], plan: LinearPlan) -> str | None:
-    """Why a plan's blocks do not fit shards of features, and what would; None: they do."""
+    """Say why a plan's blocks do not fit shards of features, and which sizes fit; None: they do."""
     block = plan.largest_block
     if block == 1 or not any(shards.block_crosses_shards(block) for shards in features):
         return None
@@ -358,66 +357,66 @@ def misfit(features: Sequence[ShardMap], plan: LinearPlan) -> str | None:
     )
 
 
-class _Known:
-    """Facts about tensors, as long as these live: several layers may have one as their input."""
+class _TensorFacts:
+    """Facts about tensors, for as long as these exist; several layers may share an input."""
 
     tokens: ClassVar[WeakTensorKeyDictionary] = WeakTensorKeyDictionary()
     """The group's name and the ``ShardMap`` of a shard of tokens."""
     gathered: ClassVar[WeakTensorKeyDictionary] = WeakTensorKeyDictionary()
-    """The unsharded operand of FP8 data of a shard."""
+    """The unsharded operand that was gathered from a shard's FP8 data."""
 
 
 def inherit_tokens(y: Tensor, *inputs: Tensor) -> Tensor:
-    """Return ``y``, whose tokens are those of the inputs, and known if those of one input are."""
+    """Give ``y`` the tokens of its inputs, if those of any input are known, and return ``y``."""
     for x in inputs:
-        tokens = None if torch.compiler.is_compiling() else _Known.tokens.get(x)
+        tokens = None if torch.compiler.is_compiling() else _TensorFacts.tokens.get(x)
         if tokens is not None:
-            _Known.tokens[y] = tokens
+            _TensorFacts.tokens[y] = tokens
     return y
 
 
 def _get_gathered(data: Tensor) -> Operand | None:
-    """The unsharded operand of a shard's FP8 data, if a layer has gathered it."""
-    return None if torch.compiler.is_compiling() else _Known.gathered.get(data)
+    """Return the unsharded operand of a shard's FP8 data, if a layer has gathered it."""
+    return None if torch.compiler.is_compiling() else _TensorFacts.gathered.get(data)
 
 
 def _set_gathered(data: Tensor, operand: Operand) -> None:
     if not torch.compiler.is_compiling():
-        _Known.gathered[data] = operand
+        _TensorFacts.gathered[data] = operand
 
 
 # The GEMMs of one call.
 
 
 class GemmTask(NamedTuple):
-    """One GEMM: the casts of its operands, and its output without padding."""
+    """The casts of a GEMM's operands, and the GEMM's output without padding."""
 
     plan: GemmPlan
     shape: tuple[int, int]
-    """The rows are those of the left operand, or of all ranks."""
+    """The sizes of the output; its rows are the left operand's, or those of all ranks."""
     dtype: torch.dtype
     offsets: Offsets | None = None
-    """The offsets of experts' rows, whose GEMMs no ranks share."""
+    """The offsets of experts' rows, which ranks do not share."""
     after: Tensor | None = None
-    """In a graph, and without offsets, a tensor that is computed before the GEMM begins."""
+    """In a graph without offsets, a tensor that is computed before the GEMM starts."""
 
 
 class Gemm(NamedTuple):
-    """The output of a GEMM, and its left operand: as multiplied, if the caller keeps that."""
+    """The output of a GEMM, and its left operand, which is unsharded if the caller asked for it."""
 
     y: Tensor
     left: Operand
 
 
 def _mm(a: Operand, b: Operand, task: GemmTask, bias: Tensor | None = None) -> Tensor:
-    """``a @ b.T + bias`` of two operands, for the rows of each expert if there are offsets."""
+    """Compute ``a @ b.T + bias`` of two operands, for each expert's rows if there are offsets."""
     gemm, shape, dtype, offsets, after = task
     if bias is not None and bias.shape[-1] != b.data.shape[-2]:
         bias = F.pad(bias, (0, b.data.shape[-2] - bias.shape[-1]))
     operands = *a, gemm.left.block, *b, gemm.right.block, bias
     groups = (None, after) if after is not None else offsets or ()
     y: Tensor = scaled_mm_op(*operands, dtype, gemm.fast_accum, *groups)
-    # Without padding. A compiled graph always crops: asking whether it must would fix the number
+    # The padding is removed. A compiled graph always crops, since a condition would fix the number
     # of tokens.
     if torch.compiler.is_compiling() or y.shape[-2:] != shape:
         return y[..., : shape[0], : shape[1]]
@@ -432,7 +431,7 @@ _planned_mm = planned(_mm_of_rank)
 
 
 def _local_mm(a: Operand, b: Operand, task: GemmTask, bias: Tensor | None = None) -> Tensor:
-    """This rank's GEMM, of gathered operands; on a GPU a plan, between what is sent."""
+    """Run this rank's GEMM of gathered operands; on a GPU as a plan, between collectives."""
     assert task.offsets is None, "modules of experts send rows and sums themselves"
     return (_planned_mm if a.data.is_cuda else _mm_of_rank)(a, b, task, bias)
 
@@ -440,7 +439,7 @@ def _local_mm(a: Operand, b: Operand, task: GemmTask, bias: Tensor | None = None
 class TokenShard:
     """An operand of wgrad, ``[features, tokens]``, of which each rank has some tokens.
 
-    It is gathered beside a GEMM where one runs that has time for it, else on demand.
+    It is gathered during a GEMM that leaves time for it, otherwise on demand.
     """
 
     __slots__ = ("block", "gathered", "operand", "parallel", "tokens")
@@ -448,25 +447,25 @@ class TokenShard:
     def __init__(
         self, parallel: TensorParallel, tokens: ShardMap, operand: Operand, block: Sequence[int]
     ) -> None:
-        """Take this rank's shard."""
+        """Store this rank's shard."""
         self.parallel, self.tokens, self.operand, self.block = parallel, tokens, operand, block
         self.gathered = _get_gathered(operand.data)
 
     def gather(self) -> Operand:
-        """The operand of all tokens."""
+        """Return the operand with the tokens of all ranks."""
         if self.gathered is None:
             self.gathered = self.parallel.gather_operand(self.operand, self.block, self.tokens, 1)
             _set_gathered(self.operand.data, self.gathered)
         return self.gathered
 
     def tensors_to_send(self) -> list[Tensor]:
-        """The tensors to gather: FP8 data, and scales unless all ranks have those of all."""
+        """Return the tensors to gather: FP8 data, and scales unless they span all tokens."""
         q, scale = self.operand
         return [q.contiguous(), *[scale.t().contiguous()] * (self.block[1] != -1)]
 
     def set_gathered(self, data: Tensor, scales: Tensor | None) -> None:
-        """Take ``[R, *shape]`` of that."""
-        raw, scale = _side_by_side(data, 1), self.operand.scale
+        """Set the gathered operand from the ``[R, *shape]`` of the sent tensors."""
+        raw, scale = _concatenate(data, 1), self.operand.scale
         if scales is not None and scales.numel():
             scale = scales.flatten(0, 1).t()
             scale = scale if scales_by_column(self.block) else scale.contiguous()
@@ -478,44 +477,44 @@ _Operand = TypeVar("_Operand", bound=Operand | None)
 
 
 class OneGpu:
-    """The communication of a call on one GPU: none."""
+    """The communication of a call on one GPU, which sends nothing."""
 
     parallel: TensorParallel | None = None
     tokens: ShardMap | None = None
     is_sharded = False
 
     gathers_x_first = False
-    """Whether x is gathered in high precision, before its cast: blocks of tokens cross shards."""
+    """Whether x is gathered in high precision before its cast, as blocks of tokens cross shards."""
     gathers_dy_first = False
     keeps_gathered = False
-    """Whether the gathered x of fprop is kept, transposed, for wgrad."""
+    """Whether the gathered x of fprop is kept and transposed for wgrad."""
     transposes_gathered = False
-    """Whether wgrad may take the transpose of the dy that dgrad gathers."""
+    """Whether wgrad may transpose the dy that dgrad gathers."""
 
     def gather(self, x: Tensor, *, backward: bool = False) -> Tensor:
-        """The matrix that a GEMM in high precision takes: x, or in backward dy."""
+        """Return the matrix that a GEMM in high precision takes: x, or in backward dy."""
         return x
 
     def reduce(self, y: Tensor, *, backward: bool = False) -> Tensor:
-        """The output of the layer from its GEMM's; or, in backward, dx."""
+        """Return the output of the layer, given its GEMM's output; in backward dx."""
         return y
 
     def bias(self, bias: Tensor | None) -> Tensor | None:
-        """The bias as this rank's GEMM adds it."""
+        """Return the bias that this rank's GEMM adds."""
         return bias
 
     def token_operand(
         self, operand: _Operand, block: Sequence[int], *, backward: bool
     ) -> _Operand | TokenShard:
-        """An operand of wgrad, ``[features, tokens]``, or what gathers it: of x, or of dy."""
+        """Return an operand of wgrad, ``[features, tokens]`` of x or dy, or the shard to gather."""
         return operand
 
     def output_shape(
         self, shape: Sequence[int], rows: int, features: int
     ) -> tuple[int, tuple[int, ...]]:
-        """The rows of the GEMM's output without padding, and the shape of the layer's output.
+        """Return the number of rows of the GEMM's output, and the shape of the layer's output.
 
-        ``shape`` is that of the layer's input, a matrix of so many ``rows``.
+        ``shape`` is that of the layer's input, which is a matrix of ``rows`` rows.
         """
         return rows, (*shape[:-1], features)
 
@@ -523,20 +522,20 @@ class OneGpu:
         self, a: Operand, b: Operand, task: GemmTask, bias: Tensor | None = None, *,
         backward: bool = False, companion: TokenShard | None = None, keep: bool = False,
     ) -> Gemm:  # fmt: skip
-        """fprop, ``a @ b.T + bias``, or dgrad: ``comm.reduce(mm(comm.gather(a), b))``.
+        """Compute fprop, ``a @ b.T + bias``, or dgrad: ``comm.reduce(mm(comm.gather(a), b))``.
 
         Args:
-            a: x or dy in FP8, as this rank has it.
-            b: the weight, or its transpose.
-            bias: of this rank's features.
+            a: the FP8 operand of x or dy on this rank.
+            b: the operand of the weight, or of its transpose.
+            bias: the bias of this rank's features.
             backward: whether this is dgrad.
-            companion: what may be gathered meanwhile.
-            keep: whether the left operand is wanted, as multiplied.
+            companion: an operand that may be gathered at the same time.
+            keep: whether to return the left operand that was multiplied.
         """
         return Gemm(_mm(a, b, task, bias), a)
 
     mm_of_gathered = staticmethod(_mm)
-    """wgrad, ``a @ b.T`` of operands that are gathered."""
+    """Compute wgrad, ``a @ b.T`` of gathered operands."""
 
 
 ONE_GPU = OneGpu()
@@ -550,7 +549,7 @@ class Sharded(OneGpu):
     mm_of_gathered = staticmethod(_local_mm)
 
     def __init__(self, parallel: TensorParallel, tokens: ShardMap | None, plan: LinearPlan) -> None:
-        """``tokens`` are the layer's, under sequence parallelism."""
+        """Decide what to gather; ``tokens`` are the layer's under sequence parallelism."""
         self.parallel, self.tokens = parallel, tokens
         crosses = tokens is not None and any(map(tokens.block_crosses_shards, plan.token_blocks))
         self.gathers_x_first = crosses and parallel.gathers
@@ -560,19 +559,19 @@ class Sharded(OneGpu):
         self.keeps_gathered = parallel.keep_gathered and parallel.gathers and has_one_scale
 
     def _tokens_to_gather(self, *, backward: bool) -> ShardMap | None:
-        """The tokens of x, or of dy, where it is a shard of them when it has been cast."""
+        """Return the tokens of x, or of dy, if its cast is a shard of tokens."""
         gathers = self.parallel.scatters if backward else self.parallel.gathers
         is_gathered = self.gathers_dy_first if backward else self.gathers_x_first
         return self.tokens if gathers and not is_gathered else None
 
     def gather(self, x: Tensor, *, backward: bool = False) -> Tensor:
-        return _gathered(self.parallel, self.tokens, x, backward=backward)
+        return _gather_input(self.parallel, self.tokens, x, backward=backward)
 
     def reduce(self, y: Tensor, *, backward: bool = False) -> Tensor:
-        return _reduced(self.parallel, self.tokens, y, backward=backward)
+        return _reduce_output(self.parallel, self.tokens, y, backward=backward)
 
     def bias(self, bias: Tensor | None) -> Tensor | None:
-        # One rank adds it to its partial sum.
+        # Only the first rank adds the bias to its partial sum.
         return None if self.parallel.mode == "row" and self.parallel.rank else bias
 
     def token_operand(
@@ -612,7 +611,7 @@ class Sharded(OneGpu):
         self, a: Operand, b: Operand, task: GemmTask, bias: Tensor | None, tokens: ShardMap,
         companion: TokenShard | None, keep: bool,
     ) -> Gemm:  # fmt: skip
-        """The GEMM of an operand of which this rank has some tokens."""
+        """Compute the GEMM of a left operand of which this rank has some tokens."""
         if not self._overlaps(a, b, task.plan, tokens, arrives=True):
             left = self.parallel.gather_operand(a, task.plan.left.block, tokens, 0)
             y = _local_mm(left, b, task, bias)
@@ -628,11 +627,11 @@ class Sharded(OneGpu):
     def _overlaps(
         self, a: Operand, b: Operand, gemm: GemmPlan, tokens: ShardMap, *, arrives: bool = False
     ) -> bool:
-        """Whether a GEMM runs beside communication.
+        """Whether a GEMM overlaps with communication.
 
-        ``arrives``: ``a`` is a shard of the rows, which is gathered; else the output is scattered.
+        ``arrives``: ``a`` is a shard of rows to be gathered; otherwise the output is scattered.
         """
-        # What pays is told by sizes, which have to be the same on all ranks.
+        # The decision depends only on sizes that are the same on all ranks.
         parallel = self.parallel
         may = parallel.overlap is not False and tokens.outer == 1
         may = may and all(map_.is_even for map_ in parallel.features)
@@ -648,7 +647,7 @@ class Sharded(OneGpu):
         self, op: Callable[..., tuple[Tensor, ...]], a: Operand, b: Operand, task: GemmTask,
         bias: Tensor | None, companion: TokenShard | None, *keep: bool,
     ) -> Sequence[Tensor]:  # fmt: skip
-        """The results of an op that overlaps, which also gathers ``companion``."""
+        """Run an op that overlaps a GEMM with communication, and gather ``companion`` with it."""
         gemm, dtype = task.plan, task.dtype
         if bias is not None:
             bias = F.pad(bias, (0, b.data.shape[0] - bias.shape[0]))
@@ -661,25 +660,25 @@ class Sharded(OneGpu):
         return results
 
 
-def _gathered(
+def _gather_input(
     parallel: TensorParallel, tokens: ShardMap | None, x: Tensor, *, backward: bool
 ) -> Tensor:
-    """The rows of all ranks where x, or in backward dy, is a shard of them."""
+    """Gather the rows of all ranks if x, or in backward dy, is a shard of rows."""
     gathers = parallel.scatters if backward else parallel.gathers
     return parallel.gather(x, tokens) if gathers and tokens is not None else x
 
 
-def _reduced(
+def _reduce_output(
     parallel: TensorParallel, tokens: ShardMap | None, y: Tensor, *, backward: bool
 ) -> Tensor:
-    """The sum over ranks where this rank's GEMM is a partial one; of that its tokens, or all."""
+    """Sum partial GEMMs over ranks, and return the sum or this rank's tokens of it."""
     if (parallel.mode == "row") == backward or parallel.partial:
         return y
     return parallel.sum(y) if tokens is None else parallel.scatter(y, tokens)
 
 
 class NoGroup:
-    """Stands for the ranks of a module that has yet to be given their group."""
+    """A placeholder for the ranks of a module that has not been given their group."""
 
     group = None
 
@@ -697,14 +696,14 @@ class NoGroup:
 
 @dataclass(frozen=True)
 class SharedScales:
-    """Finds the scales of a weight that is stored in FP8 and of which a rank has a shard."""
+    """Finds the scales of a weight that is stored in FP8 and sharded over ranks."""
 
     parallel: TensorParallel | NoGroup
     dim: int
-    """The dimension that ranks share, of the weight's matrix or of each expert's."""
+    """The sharded dimension of the weight's matrix, or of each expert's matrix."""
 
     def check(self, name: str, shape: Sequence[int], spec: Float8Spec) -> None:
-        """Raise if a block that has a size crosses shards."""
+        """Raise if a block of limited size crosses shards."""
         block, ranks = spec.block[self.dim - 2], self.parallel.size
         if block > 1 and any(map_.block_crosses_shards(block) for map_ in self.parallel.features):
             raise ValueError(
@@ -714,14 +713,14 @@ class SharedScales:
             )
 
     def amaxes(self, value: Tensor, spec: Float8Spec) -> Tensor | None:
-        """The amaxes over all ranks of a weight's blocks; None unless ranks share an amax."""
+        """Return the amaxes of a weight's blocks over all ranks; None unless ranks share one."""
         return shared_amaxes([(self, value, spec)])[0]
 
 
 def shared_amaxes(
     weights: Sequence[tuple[SharedScales, Tensor, Float8Spec]],
 ) -> list[Tensor | None]:
-    """The ``SharedScales.amaxes`` of each weight: one all-reduce for each ``TensorParallel``."""
+    """Return ``SharedScales.amaxes`` of each weight, with one all-reduce per ``TensorParallel``."""
     amaxes: dict[int, Tensor] = {}
     groups: dict[TensorParallel | NoGroup, dict[int, Tensor]] = {}
     for i, (shard, value, spec) in enumerate(weights):
@@ -733,32 +732,32 @@ def shared_amaxes(
     return [amaxes.get(i) for i in range(len(weights))]
 
 
-def _side_by_side(shards: Tensor, dim: int) -> Tensor:
-    """``[R, *shape]``, of each rank its shard, side by side along a dimension of the shards."""
+def _concatenate(shards: Tensor, dim: int) -> Tensor:
+    """Concatenate shards ``[R, *shape]`` of all ranks along a dimension of the shards."""
     dtype, nbytes = shards.dtype, shards.shape[-1] * shards.element_size()
     if nbytes and nbytes % 8 == 0 and not torch.compiler.is_compiling():
-        shards = shards.view(torch.int64)  # bytes one by one take four times as long
-    # Of one column, what is flat is a view.
+        shards = shards.view(torch.int64)  # copying single bytes takes four times as long
+    # With a single column, ``flatten`` returns a view.
     return shards.movedim(0, dim).flatten(dim, dim + 1).contiguous().view(dtype)
 
 
-def _after(count: int, dim: int) -> tuple[int, ...]:
-    """``count`` more rows, or columns, behind those of a matrix, as ``F.pad`` takes it."""
+def _pad_end(count: int, dim: int) -> tuple[int, ...]:
+    """Return the argument of ``F.pad`` that appends ``count`` rows or columns to a matrix."""
     return (0, 0, 0, count) if dim == 0 else (0, count)
 
 
-# Gradients that sequence parallelism makes partial: of parameters that all ranks have alike. Each
-# rank has some of the tokens, so what it computes for a norm, or for a bias that is added to
-# tokens, is a part of the gradient.
+# Sequence parallelism makes some gradients of replicated parameters partial: each rank has some of
+# the tokens, so the gradient that it computes for a norm, or for a bias added to tokens, is a part
+# of the sum.
 
 
 _PARTIAL_GRADIENTS = "_partial_gradients"
-"""Attribute of a module: the names of such parameters. Their own marks are lost where they are
-replaced, by FSDP2, ``copy.deepcopy`` or on the way from the meta device."""
+"""The attribute of a module that holds the names of such parameters. Marks on the parameters are
+lost when FSDP2, ``copy.deepcopy`` or a move from the meta device replaces the parameters."""
 
 
 def mark_sequence_parallel(module: nn.Module, sequence_parallel: bool, *names: str) -> None:
-    """Set the attribute by which trainers know a module's parameters with partial gradients."""
+    """Set the attribute by which trainers recognize parameters with partial gradients."""
     if sequence_parallel:
         setattr(module, _PARTIAL_GRADIENTS, (*getattr(module, _PARTIAL_GRADIENTS, ()), *names))
     for name in names:
@@ -769,21 +768,21 @@ def mark_sequence_parallel(module: nn.Module, sequence_parallel: bool, *names: s
 def reduce_sequence_parallel_gradients(
     model: nn.Module, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Sum the gradients of parameters that sequence parallelism made partial, over the ranks.
+    """Sum the gradients that sequence parallelism made partial over the ranks.
 
-    These are the parameters with ``parameter.sequence_parallel``, by which modules of this library
-    mark them, and by which Megatron's trainer, which sums them itself, knows them. Call this after
-    the last backward of a step, and before gradients are clipped. One all-reduce for each dtype
-    carries all of them. All ranks of the group call it, and have gradients of the same parameters.
+    The parameters concerned have ``parameter.sequence_parallel``. Modules of this library set that
+    mark, and Megatron's trainer, which sums these gradients itself, recognizes it. Call this after
+    the last backward of a step and before clipping gradients. One all-reduce per dtype sends all
+    gradients. All ranks of the group must call it, with gradients of the same parameters.
 
     Args:
-        model: ``grad``, and ``main_grad`` where there is one, are summed in place. Those that are
-            DTensors, of FSDP2, are summed shard by shard.
+        model: ``grad``, and ``main_grad`` if there is one, are summed in place. Gradients that are
+            DTensors of FSDP2 are summed shard by shard.
         group: the tensor-parallel group; None is that of the modules of the model, or the default
-            group if none of them has one.
+            group if no module has one.
 
     Raises:
-        ValueError: ``group`` is None, and the modules have several.
+        ValueError: ``group`` is None, and the modules have several groups.
 
     >>> norm = float8lab.LayerNorm(4, sequence_parallel=True, device="cpu")
     >>> norm(torch.ones(2, 4)).sum().backward()

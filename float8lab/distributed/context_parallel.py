@@ -2,15 +2,15 @@
 
 S tokens of a sequence, R ranks, H heads, D features of a head.
 
-Outside attention a rank has ``S / R`` tokens of a sequence. Of its 2 R chunks rank r has chunk r
-and chunk 2 R - 1 - r, so that all ranks have as much of a causal mask; without load balancing rank
+Outside attention a rank has ``S / R`` tokens of a sequence. Of 2 R chunks rank r has chunk r and
+chunk 2 R - 1 - r, so that all ranks have equal parts of a causal mask; without load balancing rank
 r has the r-th of R chunks. For attention there are two kinds of ranks, which may be combined:
 
-- those that *exchange heads* exchange tokens for heads. Each attends to the full sequence for
-  ``H / R`` heads, which gives the numbers of one rank alone, whatever the mask, and sends the
-  results back to the tokens' ranks;
-- those that *share tokens* attend with the queries of their own tokens, for all heads, to the keys
-  and values of all ranks, which go from rank to rank or are gathered (``nn/attention/ring.py``).
+- ranks that *exchange heads* exchange tokens for heads. Each attends to the full sequence for
+  ``H / R`` heads, which gives the same numbers as a single rank, whatever the mask, and sends the
+  results back to the ranks of the tokens;
+- ranks that *share tokens* attend with the queries of their own tokens, for all heads, to the keys
+  and values of all ranks, which are passed on or gathered (``nn/attention/ring.py``).
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ Value = TypeVar("Value")
 
 
 class CPAttentionLoadBalancingStrategy(str, enum.Enum):
-    """Which tokens of a sequence a context-parallel rank has. A member's name does for it."""
+    """Which tokens of a sequence a context-parallel rank has. The name of a member may be used."""
 
     DUAL_CHUNK_SWAP = "dual_chunk_swap"
-    """Of 2 R chunks rank r has two, r and 2 R - 1 - r: all ranks have as much of a causal mask."""
+    """Rank r has chunks r and 2 R - 1 - r of 2 R: all ranks have equal parts of a causal mask."""
     NO_LOAD_BALANCE = "no_load_balance"
-    """Rank r has the r-th of R chunks; of packed sequences (thd), of all their tokens together."""
+    """Rank r has the r-th of R chunks; packed sequences (thd) are cut into chunks together."""
 
 
 DUAL_CHUNK_SWAP = CPAttentionLoadBalancingStrategy.DUAL_CHUNK_SWAP
 
 
 def strategy_of(value: object) -> CPAttentionLoadBalancingStrategy:
-    """The strategy that ``load_balancing_strategy`` names, in whatever enumeration."""
+    """Return the strategy that ``load_balancing_strategy`` names, in any enumeration."""
     name = value.name if isinstance(value, enum.Enum) else value
     name = name.lower() if isinstance(name, str) else name
     arguments.check_choice("load_balancing_strategy", name, ("dual_chunk_swap", "no_load_balance"))
@@ -62,19 +62,19 @@ def strategy_of(value: object) -> CPAttentionLoadBalancingStrategy:
 
 @dataclass(frozen=True)
 class TokenRanks:
-    """Ranks that share tokens, and which of them this process is."""
+    """Ranks that share tokens, and the rank of this process among them."""
 
     size: int = 1
     rank: int = 0
     strategy: CPAttentionLoadBalancingStrategy = DUAL_CHUNK_SWAP
     group: dist.ProcessGroup | None = None
-    """None where nothing is sent, and where a module has come from another process."""
+    """The process group; None if nothing is sent, or after a module came from another process."""
 
     @classmethod
     def of(
         cls, group: dist.ProcessGroup | None, strategy: CPAttentionLoadBalancingStrategy
     ) -> TokenRanks:
-        """The ranks of a group; None is one rank."""
+        """Return the ranks of a group; None is a single rank."""
         if group is None or dist.get_world_size(group) <= 1:
             return cls(strategy=strategy)
         return cls(dist.get_world_size(group), dist.get_rank(group), strategy, group)
@@ -85,14 +85,14 @@ class TokenRanks:
         return cast("dist.ProcessGroup", self.group).group_name
 
     def chunks_of(self, rank: int) -> list[int]:
-        """The numbers of a rank's chunks, all of one length."""
+        """Return the numbers of a rank's chunks, which all have the same length."""
         return [rank, 2 * self.size - 1 - rank] if self.strategy is DUAL_CHUNK_SWAP else [rank]
 
     def __deepcopy__(self, memo: object) -> TokenRanks:
-        return self  # a group has no copies
+        return self  # a group cannot be copied
 
     def __reduce__(self) -> tuple[type[TokenRanks], tuple[object, ...]]:
-        return TokenRanks, (self.size, self.rank, self.strategy)  # nor is it another process's
+        return TokenRanks, (self.size, self.rank, self.strategy)  # without the group
 
 
 ONE_RANK = TokenRanks()
@@ -100,19 +100,19 @@ ONE_RANK = TokenRanks()
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """How context-parallel ranks share attention."""
+    """The way in which context-parallel ranks share attention."""
 
     exchange_heads: TokenRanks
     share_tokens: TokenRanks
-    """Rank p of these, and a of the A others, has the tokens of rank ``p * A + a`` of all."""
+    """Rank p of these and a of A ``exchange_heads`` has the tokens of rank ``p * A + a`` of all."""
     gathers: bool = False
-    """Whether ranks that share tokens gather keys and values, which else go from rank to rank."""
+    """Whether ranks that share tokens gather keys and values, rather than pass them on."""
 
     @classmethod
     def of(
         cls, groups: Sequence[dist.ProcessGroup | None], comm_type: str, strategy: object
     ) -> ContextParallel | None:
-        """The ranks of one group, or for "a2a+p2p" of two; None for a single rank."""
+        """Make it for one group, or for two with "a2a+p2p"; return None for a single rank."""
         first, *second = (TokenRanks.of(group, strategy_of(strategy)) for group in groups)
         one_rank = replace(first, size=1, rank=0, group=None)
         if second:
@@ -125,19 +125,19 @@ class ContextParallel:
 
     @property
     def ranks(self) -> TokenRanks:
-        """All ranks, and this one of them."""
+        """All ranks, and this process's rank among them."""
         heads, tokens = self.exchange_heads, self.share_tokens
         rank = tokens.rank * heads.size + heads.rank
         return TokenRanks(tokens.size * heads.size, rank, tokens.strategy)
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The process groups of several ranks."""
+        """The process groups with several ranks."""
         groups = (ranks.group for ranks in (self.exchange_heads, self.share_tokens))
         return tuple(group for group in groups if group is not None)
 
     def with_whole_sequences(self) -> ContextParallel:
-        """The same ranks for a call that needs whole sequences: all of them exchange heads.
+        """Return the same ranks for a call that needs full sequences: all exchange heads.
 
         Raises:
             NotImplementedError: these ranks are in two groups.
@@ -153,7 +153,7 @@ class ContextParallel:
         return ContextParallel(self.share_tokens, self.exchange_heads)
 
     def check_heads(self, heads: int, groups: int) -> None:
-        """Check that the ranks can share so many query heads, and key/value heads."""
+        """Raise unless the ranks can share these numbers of query heads and key/value heads."""
         if not self.groups:
             raise RuntimeError(
                 "cp_group must be set on a module that was pickled with one of "
@@ -171,18 +171,18 @@ class ContextParallel:
     def places(
         self, name: str, starts: Tensor | None, tokens: int, device: torch.device
     ) -> Tensor | None:
-        """``places_of`` for those that exchange heads, if there are any."""
+        """Return ``places_of`` for the ranks that exchange heads, or None if there are none."""
         _check_sequences(name, starts, tokens, self.ranks)
         if self.exchange_heads.size == 1:
             return None
         return places_of(name, starts, tokens, self.exchange_heads, device)
 
     def full_sequence(self, x: Tensor, dim: int, places: Tensor | None) -> Tensor:
-        """``[..., S / R, ..., H, D]`` to ``[..., S, ..., H / R, D]``, differentiable.
+        """Exchange ``[..., S / R, ..., H, D]`` for ``[..., S, ..., H / R, D]``; differentiable.
 
-        Heads that are too few for the ranks are repeated, one for each. ``dim`` is that of the
-        tokens; R are the ranks that exchange heads, S their tokens. Without ``places`` nothing is
-        sent, and the result has no values.
+        If there are fewer heads than ranks, heads are repeated, one for each rank. ``dim`` is the
+        dimension of tokens; R counts the ranks that exchange heads, S their tokens. Without
+        ``places`` nothing is sent, and the result has no values.
         """
         size = self.exchange_heads.size
         if x.shape[-2] < size:
@@ -195,7 +195,7 @@ class ContextParallel:
         return GradientMap.run(x, *(partial(move, dim=dim, places=places) for move in moves))
 
     def local_tokens(self, x: Tensor, dim: int, places: Tensor) -> Tensor:
-        """The inverse of ``full_sequence``: what each rank computed of this rank's tokens."""
+        """Invert ``full_sequence``: return the results of all ranks for this rank's tokens."""
         moves = (self._to_tokens, self._to_heads)
         return GradientMap.run(x, *(partial(move, dim=dim, places=places) for move in moves))
 
@@ -212,25 +212,25 @@ class ContextParallel:
         return slices.movedim(0, -3).flatten(-3, -2).movedim(0, dim)
 
     def exchange(self, slices: Tensor) -> Tensor:
-        """``[R, ...]``: slice r goes to rank r, and from rank r comes slice r of the result."""
+        """Send slice r of ``[R, ...]`` to rank r, and return the slices from all ranks."""
         counts = [1] * self.exchange_heads.size
         return exchanged(slices, counts, counts, self.exchange_heads.group)
 
     def local_heads(self, x: Value, dim: int) -> Value:
-        """This rank's entries of a tensor that has one for each head; any other value itself."""
+        """Return this rank's entries of a tensor with one per head; return other values as is."""
         if not isinstance(x, Tensor) or x.ndim < -dim or x.shape[dim] == 1:
             return x
         return cast("Value", x.chunk(self.exchange_heads.size, dim)[self.exchange_heads.rank])
 
 
 def positions(starts: Tensor, tokens: int, ranks: TokenRanks) -> Tensor:
-    """The positions of each rank's tokens among those of all ranks, ``[R, tokens]`` int64.
+    """Return the positions of each rank's tokens in the full sequences, ``[R, tokens]`` int64.
 
     Args:
-        starts: ``[B + 1]``, where the sequences start, and where the last one stops. The tokens
-            behind it are shared out as another sequence.
-        tokens: of a rank.
-        ranks: R of them.
+        starts: ``[B + 1]``, the starts of the sequences, and the end of the last one. Tokens behind
+            that end are distributed like another sequence.
+        tokens: the number of tokens of a rank.
+        ranks: the R ranks.
 
     >>> positions(torch.tensor([0, 8]), 4, TokenRanks(2))
     tensor([[0, 1, 6, 7],
@@ -254,9 +254,9 @@ def positions(starts: Tensor, tokens: int, ranks: TokenRanks) -> Tensor:
 def places_of(
     name: str, starts: Tensor | None, tokens: int, ranks: TokenRanks, device: torch.device
 ) -> Tensor:
-    """``positions``, of sequences that have chunks for all ranks.
+    """Return ``positions``, after checking that the sequences have chunks for all ranks.
 
-    ``name`` is that of the tensor that has the tokens; ``starts`` None is one sequence of all.
+    ``name`` is the tensor that has the tokens, for errors; ``starts`` None means one sequence.
     """
     _check_sequences(name, starts, tokens, ranks)
     if starts is None:
@@ -287,17 +287,17 @@ def get_batch_on_this_cp_rank(
     qvk_format: str = "thd",
     load_balancing_strategy: CPAttentionLoadBalancingStrategy | str = DUAL_CHUNK_SWAP,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """This rank's tokens of a batch that all ranks have, as Transformer Engine's function takes it.
+    """Return this rank's tokens of a batch that all ranks have, like Transformer Engine's function.
 
     Args:
-        cu_seqlens_padded: ``[B + 1]``, where the sequences start, for thd.
+        cu_seqlens_padded: ``[B + 1]``, the starts of the sequences, for thd.
         input_ids_padded: ``[B, S]`` for bshd, ``[S, B]`` for sbhd, ``[T]`` or ``[1, T]`` for thd;
             None stays None.
-        labels_padded: the same.
-        position_ids_padded: the same, or without the batch.
+        labels_padded: as ``input_ids_padded``.
+        position_ids_padded: as ``input_ids_padded``, or without the batch.
         cp_group: the context-parallel ranks; None is the default group.
         qvk_format: thd, bshd or sbhd.
-        load_balancing_strategy: that of the layers.
+        load_balancing_strategy: the strategy of the layers.
 
     Returns:
         The three tensors with ``1 / R`` of the tokens.
@@ -330,22 +330,22 @@ def shard_sequence(
     cu_seqlens: Tensor | None = None,
     load_balancing_strategy: CPAttentionLoadBalancingStrategy | str = DUAL_CHUNK_SWAP,
 ) -> Tensor:  # fmt: skip
-    """This rank's entries of a tensor that has one for each token: labels, positions, ...
+    """Return this rank's entries of a tensor with one entry per token: labels, positions, ...
 
     Args:
-        x: the same on all ranks.
-        cp_group: the context-parallel ranks, R of them; None is one rank.
-        dim: of the tokens; its size is a multiple of 2 R.
-        cu_seqlens: ``[B + 1]`` cumulative lengths, for packed sequences (thd): each of them is
-            shared out by itself. With unused tokens, where the sequences start.
+        x: a tensor that is the same on all ranks.
+        cp_group: the R context-parallel ranks; None is one rank.
+        dim: the dimension of tokens; its size is a multiple of 2 R.
+        cu_seqlens: ``[B + 1]`` cumulative lengths for packed sequences (thd), each of which is
+            distributed separately. With unused tokens: the starts of the sequences.
         load_balancing_strategy: which tokens a rank has.
 
     Returns:
-        As ``x``, with ``1 / R`` of the tokens, in the order in which attention takes them.
+        ``x`` with ``1 / R`` of the tokens, in the order in which attention takes them.
 
     Raises:
         TypeError: not a tensor, or not a process group.
-        ValueError: lengths that are no multiples of 2 R.
+        ValueError: lengths are not multiples of 2 R.
 
     >>> float8lab.distributed.shard_sequence(torch.arange(4), None)
     tensor([0, 1, 2, 3])
@@ -366,10 +366,10 @@ def join_sequence(
     cu_seqlens: Tensor | None = None,
     load_balancing_strategy: CPAttentionLoadBalancingStrategy | str = DUAL_CHUNK_SWAP,
 ) -> Tensor:  # fmt: skip
-    """Join the tokens of all ranks, each of which calls this. Without gradients.
+    """Join the tokens of all ranks, each of which must call this. It has no gradient.
 
     Args:
-        x: this rank's tokens, from ``shard_sequence``.
+        x: this rank's tokens, as ``shard_sequence`` returns them.
 
     The other arguments and the errors are those of ``shard_sequence``.
     """

@@ -31,34 +31,34 @@ def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer E
 ) -> Any:
     """Compute the cross entropy of each token, from logits of which each rank has a shard.
 
-    The numbers are those of ``torch.nn.functional.cross_entropy`` of the full logits in float32,
-    within the order of sums, on every rank. Two all-reduces carry four numbers a token. What is
-    saved for backward is the logits themselves; no other tensor of their size is made but their
-    gradient.
+    The numbers are those of ``torch.nn.functional.cross_entropy`` of the unsharded logits in
+    float32, up to the order of sums, on every rank. Two all-reduces send four numbers per token.
+    Backward saves the logits themselves; the only other tensor of their size is their gradient.
 
     Args:
         inp: ``[..., V / R]``: the columns of this rank, equally many on each, in the order of the
             ranks. float32, bfloat16, float16 or float64.
         target: ``[...]`` integers: the words, from 0 to V - 1, the same on all ranks. Any other
-            number but ``ignore_idx`` makes the token's loss NaN.
-        label_smoothing: share of the target's probability that all words get, from 0 to 1.
+            number except ``ignore_idx`` makes the token's loss NaN.
+        label_smoothing: the share of the target's probability that is distributed over all words,
+            from 0 to 1.
         reduce_loss: return the mean over the tokens that are not ignored.
-        dist_process_group: over which the vocabulary is sharded; None: this rank has all of it.
-        ignore_idx: target of tokens whose loss and gradient are 0.
-        is_cg_capturable: no effect: a CUDA graph may always hold the call.
-        z_loss_weight: this times the square of the logarithm of the sum of a token's exponentials
-            is added to its loss.
+        dist_process_group: the ranks that share the vocabulary; None: this rank has all of it.
+        ignore_idx: the target of tokens whose loss and gradient are 0.
+        is_cg_capturable: has no effect, since a CUDA graph can always capture the call.
+        z_loss_weight: factor of a term added to each loss: the square of the logarithm of the sum
+            of the token's exponentials.
         return_log_sum_exp: return these logarithms, too.
 
     Returns:
-        ``[...]`` in float32, float64 for float64; a scalar with ``reduce_loss``, NaN if all tokens
-        are ignored. With ``return_log_sum_exp`` a tuple of that and ``[...]``, which has no
-        gradient, and is 0 for tokens that are ignored.
+        ``[...]`` in float32 (float64 for float64); a scalar with ``reduce_loss``, which is NaN if
+        all tokens are ignored. With ``return_log_sum_exp`` a tuple of the loss and ``[...]``, which
+        has no gradient and is 0 for ignored tokens.
 
     Raises:
-        ValueError: shapes that do not fit together, or a number out of range.
+        ValueError: shapes do not fit together, or a number is out of range.
 
-    Source: label smoothing, arXiv:1512.00567; the added square, arXiv:2202.08906.
+    Source: label smoothing, arXiv:1512.00567; the term with the square, arXiv:2202.08906.
 
     >>> logits, target = torch.tensor([[0.0, 0.0], [2.0, 1.0]]), torch.tensor([1, -100])
     >>> float8lab.parallel_cross_entropy(logits, target)
@@ -98,7 +98,7 @@ def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer E
 
 
 class _CrossEntropy(Float8Function):
-    """Losses and logarithms of the sums of exponentials, ``[M]`` each."""
+    """Compute losses and logarithms of the sums of exponentials, ``[M]`` each."""
 
     @staticmethod
     def forward(
@@ -108,12 +108,12 @@ class _CrossEntropy(Float8Function):
         rank, ranks = (0, 1) if group is None else rank_and_size(group)
         words = logits.shape[1]
         V = words * ranks
-        place = target.long() - rank * words
-        largest, exp_sum, target_logit, logit_sum = cross_entropy_statistics_op(logits, place)
+        column = target.long() - rank * words
+        largest, exp_sum, target_logit, logit_sum = cross_entropy_statistics_op(logits, column)
         if group is not None and ranks > 1:
             name, local = group.group_name, largest
             largest = all_reduced(local, "max", name)
-            # A shard that has nothing above -inf adds 0, even if no other has.
+            # A shard whose logits are all -inf adds 0, even if this is so for all shards.
             exp_sum = torch.where(exp_sum == 0, 0.0, exp_sum * (local - largest).exp())
             sums = torch.stack([exp_sum, target_logit, logit_sum])
             exp_sum, target_logit, logit_sum = all_reduced(sums, "sum", name)
@@ -127,7 +127,7 @@ class _CrossEntropy(Float8Function):
         used = target != ignored
         loss = torch.where(used, torch.where(is_word, loss, torch.nan), 0.0)
         log_sum = torch.where(used, log_sum, 0.0)
-        ctx.save_for_backward(logits, place, log_sum, is_word, used)
+        ctx.save_for_backward(logits, column, log_sum, is_word, used)
         ctx.mark_non_differentiable(log_sum)
         ctx.smoothing, ctx.z_loss, ctx.words = smoothing, z_loss, V
         return loss, log_sum
@@ -135,9 +135,9 @@ class _CrossEntropy(Float8Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, dloss: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        logits, place, log_sum, is_word, used = ctx.saved_tensors
+        logits, column, log_sum, is_word, used = ctx.saved_tensors
         grad = torch.where(used, torch.where(is_word, dloss.to(log_sum.dtype), torch.nan), 0.0)
         factor = grad * (1 + 2 * ctx.z_loss * log_sum) if ctx.z_loss else grad
         smoothed = grad * ctx.smoothing
         factors = torch.stack([log_sum, factor, grad - smoothed, smoothed / ctx.words])
-        return cross_entropy_backward_op(logits, place, factors), *[None] * 5
+        return cross_entropy_backward_op(logits, column, factors), *[None] * 5

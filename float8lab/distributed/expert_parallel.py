@@ -1,12 +1,12 @@
-"""Tokens sent to the ranks that hold their experts, and back.
+"""Send tokens to the ranks that hold their experts, and back.
 
 T tokens of this rank, E experts of all ranks, R rows that this rank's experts get, H features. The
 experts belong to the ranks of a group in order, equally many on each: sharded along their
-dimension, as ``fully_shard`` or a DTensor with ``Shard(0)`` puts stacked weights.
+dimension, as ``fully_shard`` or a DTensor with ``Shard(0)`` does with weights ``[E, ...]``.
 
-One rank with all tokens would compute the same bytes: rows reach an expert in the order of the
-ranks and their tokens, what is cast to FP8 has a scale for each row or part of one, and a token's
-rows are added up in the order of the experts.
+A single rank with all tokens would compute the same bytes: rows reach an expert in the order of the
+ranks and their tokens, FP8 casts have a scale for each row or part of a row, and a token's rows are
+added up in the order of the experts.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Parameter = TypeVar("Parameter", Tensor, Tensor | None)
 
 
 def shares_experts(placements: Sequence[Placement]) -> bool:
-    """Whether a DTensor so placed gives each rank of one dimension of a mesh some experts."""
+    """Whether a DTensor with these placements gives each rank of a 1-d mesh some experts."""
     return len(placements) == 1 and bool(placements[0].is_shard(0))
 
 
 def local_experts(parameter: Parameter) -> Parameter:
-    """The experts of a stacked parameter that this rank has; differentiable."""
+    """Return this rank's experts of a parameter ``[E, ...]``; differentiable."""
     if not is_dtensor(parameter):
         return parameter
     if not shares_experts(parameter.placements):
@@ -59,7 +59,7 @@ def local_experts(parameter: Parameter) -> Parameter:
 
 
 def held_experts(parameter: Tensor | None) -> range | None:
-    """Which experts of a stacked parameter this rank holds; None: all, or nothing says which."""
+    """Return this rank's experts of a parameter ``[E, ...]``; None: all, or it is unknown."""
     if not is_dtensor(parameter) or not shares_experts(parameter.placements):
         return None
     experts, mesh = parameter.shape[0], parameter.device_mesh
@@ -68,7 +68,7 @@ def held_experts(parameter: Tensor | None) -> range | None:
 
 
 def check_held_experts(local: int, experts: int, held: range | None) -> None:
-    """Check that a layer under delayed scaling has the weights of the experts that it is for."""
+    """Raise unless a layer under delayed scaling has the weights of the experts it is for."""
     if local != (experts if held is None else len(held)):
         raise NotImplementedError(
             f"weights must be those of all {experts} experts under DelayedScaling, or DTensors "
@@ -79,22 +79,22 @@ def check_held_experts(local: int, experts: int, held: range | None) -> None:
 
 @dataclass(frozen=True)
 class DispatchHandle:
-    """Where ``moe_dispatch`` sent rows and from where it got them, for ``moe_combine``."""
+    """The routes of the rows that ``moe_dispatch`` sent and got, for ``moe_combine``."""
 
     row_map: Tensor
-    """Where the tokens of this rank go, ordered by expert."""
+    """The row of each local token and expert, ordered by expert."""
     order: Tensor | None
-    """Row map from the order in which rows come, by rank, to the experts' order; None: the same."""
+    """Row map from arrival order (by rank) to the order of experts; None if they are the same."""
     sent: tuple[int, ...]
-    """How many rows go to each rank."""
+    """The number of rows sent to each rank."""
     received: tuple[int, ...]
-    """How many rows come from each rank."""
+    """The number of rows that come from each rank."""
     group: dist.ProcessGroup | None
     gradient: Float8Spec | None
 
 
 class Dispatched(NamedTuple):
-    """The tokens that ``moe_dispatch`` gives this rank, ordered by expert."""
+    """The tokens that ``moe_dispatch`` returns on this rank, ordered by expert."""
 
     rows: Tensor
     probs: Tensor
@@ -112,28 +112,28 @@ def moe_dispatch(
 ) -> Dispatched:
     """Send each token, and its probabilities, to the ranks of its experts.
 
-    All ranks of the group call it, also those without tokens. The CPU waits for the GPU once: the
-    numbers of rows that ranks exchange are arguments of a collective.
+    All ranks of the group must call it, even without tokens. The CPU waits for the GPU once, since
+    the numbers of rows that ranks exchange are arguments of a collective.
 
     Args:
-        inp: ``[T, H]``: plain, or a Float8Tensor, whose data and scales are sent. What arrives
-            has a scale for each row or part of one; a scale of the whole tensor is repeated.
+        inp: ``[T, H]``: plain, or a Float8Tensor, whose data and scales are sent. The result has a
+            scale for each row or part of a row; a scale of the whole tensor is repeated.
         probs: ``[T, E]``, any float.
-        routing_map: ``[T, E]`` of bools or integers, not 0 where an expert gets the token.
-        group: process group that shares the experts; None is the default one, or this
-            process alone if there is none.
-        gradient: format in which gradients are sent, here and by ``moe_combine``, whose blocks have
-            one row; None sends them as they are.
+        routing_map: ``[T, E]`` of bools or integers, nonzero where an expert gets the token.
+        group: the process group that shares the experts; None is the default group, or only this
+            process if there is none.
+        gradient: FP8 format in which gradients are sent, here and in ``moe_combine``; its blocks
+            have one row. None sends gradients unchanged.
 
     Returns:
-        - ``[R, H]``: the rows of this rank's experts, ordered by expert; of the kind of ``inp``.
-        - ``[R]``: their probabilities.
-        - ``[E / ranks]`` int64: how many rows each expert of this rank has.
+        - ``[R, H]``: the rows of this rank's experts, ordered by expert, plain or FP8 like ``inp``.
+        - ``[R]``: the probabilities of the rows.
+        - ``[E / ranks]`` int64: the number of rows of each expert on this rank.
         - the handle for ``moe_combine``.
 
     Raises:
-        ValueError: shapes that do not fit together, experts that the ranks cannot share equally, a
-            gradient format with blocks of several rows.
+        ValueError: shapes do not fit together, the ranks cannot share the experts equally, or the
+            gradient format has blocks of several rows.
 
     >>> x, routing_map = torch.eye(2), torch.tensor([[True, True], [False, True]])
     >>> rows, probs, counts, handle = moe_dispatch(x, routing_map / 2, routing_map)
@@ -178,21 +178,21 @@ def moe_dispatch(
 
 
 def moe_combine(out: Tensor, handle: DispatchHandle) -> Tensor:
-    """Send the rows of this rank's experts back, and add up those of each token.
+    """Send the rows of this rank's experts back, and add up the rows of each token.
 
-    All ranks of the group call it. Rows that a probability belongs to are multiplied before, by the
-    experts, where probabilities can be fused with an activation.
+    All ranks of the group must call it. The experts multiply rows by their probabilities before, as
+    this can be fused with an activation.
 
     Args:
-        out: ``[R, H]``: a row for each that ``moe_dispatch`` gave, in the same order; H may differ.
-            A Float8Tensor is dequantized.
-        handle: what ``moe_dispatch`` returned last.
+        out: ``[R, H]``: one row for each that ``moe_dispatch`` returned, in the same order; H may
+            differ. A Float8Tensor is dequantized.
+        handle: the handle that ``moe_dispatch`` returned.
 
     Returns:
-        ``[T, H]`` in the dtype of ``out``: sums in float32; 0 for a token without experts.
+        ``[T, H]`` in the dtype of ``out``, summed in float32; 0 for a token without experts.
 
     Raises:
-        ValueError: another number of rows.
+        ValueError: the number of rows is wrong.
 
     >>> routing_map = torch.ones(1, 3, dtype=torch.bool)
     >>> rows, _, _, handle = moe_dispatch(torch.ones(1, 2), routing_map / 3, routing_map)
@@ -216,13 +216,13 @@ def moe_combine(out: Tensor, handle: DispatchHandle) -> Tensor:
 def _exchange(
     x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Rows sent to other ranks; their gradients, plain or in FP8, are sent back."""
-    there = partial(exchanged, sent=sent, received=received, group=group)
-    return GradientMap.run(x, there, partial(exchanged, sent=received, received=sent, group=group))
+    """Send rows to other ranks; their gradients, plain or in FP8, are sent back."""
+    send = partial(exchanged, sent=sent, received=received, group=group)
+    return GradientMap.run(x, send, partial(exchanged, sent=received, received=sent, group=group))
 
 
 def _with_gradient(x: Tensor, spec: Float8Spec | None) -> Tensor:
-    """The tensor itself, whose gradient becomes an FP8 one, or a plain one for None."""
+    """Return the tensor; its gradient becomes FP8 by ``spec``, or a plain tensor for None."""
 
     def alias(x: Tensor) -> Tensor:
         return x.map(lambda t: t) if isinstance(x, Float8Tensor) else x.view_as(x)

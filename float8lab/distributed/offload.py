@@ -1,13 +1,13 @@
-"""get_cpu_offload_context: tensors that autograd saves wait in host memory for backward.
+"""get_cpu_offload_context: keep tensors that autograd saves in host memory until backward.
 
 A *pass* is one forward through the model; the synchronizer closes each of its *layers*. A storage
 that autograd saves in an offloaded layer is *stored*: copied to pinned host memory on a side stream
-while the layer still runs. When the next layer is over, the storage is *released*: the stream that
-computes waits for the copy, and the device memory is free. The first tensor of a layer that
-backward asks for starts to *load* the layer before it, on another side stream.
+while the layer still runs. When the next layer is closed, the storage is *released*: the computing
+stream waits for the copy, and the device memory is freed. When backward asks for the first tensor
+of a layer, it starts to *load* the layer before it, on another side stream.
 
-Memory is released and asked for in the order of the computing stream alone, so the peak does not
-depend on how far the CPU runs ahead.
+Memory is freed and allocated in the order of the computing stream only, so the peak does not depend
+on how far the CPU runs ahead.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ __all__ = ["WEIGHT_CASTS", "get_cpu_offload_context"]
 
 
 class _WeightCasts(threading.local):
-    """The casts of weights that CPU offload knows about on a thread."""
+    """The casts of weights that CPU offload knows of, on one thread."""
 
     def __init__(self) -> None:
         self.outlive_step: dict[StorageWeakRef, bool] | None = None
-        """By storage, whether a cast is kept after the step in any case; None outside offload."""
+        """For each storage, whether a cast outlives the step anyway; None outside offload."""
 
 
 WEIGHT_CASTS = _WeightCasts()
 
 SMALL = 2**20
-"""Bytes. A smaller storage stays: its copy would cost more time than its memory is worth."""
+"""Size in bytes below which a storage stays: copying it costs more time than its memory saves."""
 
 DEVICES = ("cuda",)
-"""Types of device whose memory is offloaded. Tensors of a CPU are in host memory already."""
+"""Types of device whose memory is offloaded. Tensors on a CPU are in host memory already."""
 
 
 def get_cpu_offload_context(
@@ -56,32 +56,32 @@ def get_cpu_offload_context(
     offload_weights: bool = True,
     double_buffering: bool = False,
 ) -> tuple[AbstractContextManager[object], Callable[..., Any]]:
-    """A context for the forward of layers, and a function to call after each of them.
+    """Return a context for the forward of layers, and a function to call after each layer.
 
     Tensors that autograd saves inside the context are copied to pinned host memory while the
-    forward runs, and back while the backward of the following layer runs. The results are bit for
-    bit the same; FP8 data travels as bytes. Parameters, storages under 1 MiB and tensors in host
-    memory are left alone; tensors that share a storage travel once.
+    forward runs, and copied back while the backward of the following layer runs. The results are
+    bit for bit the same; FP8 data is copied as bytes. Parameters, storages under 1 MiB and tensors
+    in host memory stay; tensors that share a storage are copied once.
 
     The device holds the activations of two offloaded layers at a time: one that is computed, and
-    one that is on its way. Counting restarts with the first layer when a backward has begun,
+    one that is being copied. Counting restarts with the first layer when a backward has begun,
     or when the graph of the forward is gone.
 
     Args:
         enabled: False returns a context and a function that do nothing.
-        num_layers: how many layers of the model, from the first on, are offloaded.
-        model_layers: how many layers the model has. Needed only where several forward passes
-            precede their backward, as in pipeline parallelism; else the second of them would count
-            on and not be offloaded. A bool in its place stands for ``offload_activations``, and the
-            fourth argument for ``offload_weights``: Transformer Engine's order before 1.10.
+        num_layers: the number of layers, from the first one, that are offloaded.
+        model_layers: the number of layers of the model. It is needed only if several forward passes
+            precede their backward, as in pipeline parallelism; without it counting would go on, and
+            the second pass would not be offloaded. If it is a bool, it is ``offload_activations``
+            and the fourth argument ``offload_weights``, as in Transformer Engine before 1.10.
         offload_activations: offload saved tensors other than casts of weights.
         offload_weights: offload the FP8 casts of weights that forward saves for backward. Casts
-            that live on anyway (stored weights, casts kept over microbatches) stay.
-        double_buffering: no effect: a layer's tensors come back while the one after it is computed.
+            that outlive the step (stored weights, casts kept over microbatches) stay.
+        double_buffering: has no effect: a layer is always loaded while the next one is computed.
 
     Returns:
         The context, and the synchronizer: call it after each layer of the model, offloaded or not.
-        It takes nothing, or the layer's output, which it returns.
+        It takes no argument, or the layer's output, which it returns.
 
     Raises:
         ValueError: there is nothing to offload, or a number of layers is below 1, or
@@ -100,7 +100,7 @@ def get_cpu_offload_context(
         double_buffering=double_buffering,
     )  # fmt: skip
     if isinstance(model_layers, bool):
-        offload_weights = offload_weights and offload_activations  # by keyword, or fourth
+        offload_weights = offload_weights and offload_activations  # given by keyword or as fourth
         offload_activations = model_layers
         model_layers = None
     check_size("num_layers", num_layers, minimum=1 if enabled else 0)
@@ -135,15 +135,15 @@ class _Moved:
         stored = x.new_empty(0, dtype=torch.uint8).set_(x.untyped_storage())
         self.on_device: Tensor | None = stored
         self.host = lanes.store(stored)
-        self.sources: list[tuple[Tensor, int]] = []  # until release: who could change the bytes
+        self.sources: list[tuple[Tensor, int]] = []  # until release: tensors that share the bytes
         self.stale = False
-        self.arrival: torch.Event | None = None  # loaded
+        self.arrival: torch.Event | None = None  # recorded after the load
 
-    def _look_at_sources(self) -> None:
+    def _check_sources(self) -> None:
         self.stale = self.stale or any(x._version != version for x, version in self.sources)
 
     def release(self) -> None:
-        self._look_at_sources()
+        self._check_sources()
         self.sources.clear()
         self.on_device = None
 
@@ -154,7 +154,7 @@ class _Moved:
         return on_device
 
     def bytes(self) -> Tensor:
-        self._look_at_sources()
+        self._check_sources()
         if self.stale:
             _raise_modified()
         on_device = self.load()
@@ -166,12 +166,12 @@ class _Moved:
     def __del__(self) -> None:
         if not self.seen and self.on_device is not None and self.on_device.device.type != "cpu":
             # No stream waited for the copy into this memory, which is about to be freed: the
-            # allocator must not reuse it before that copy has ended.
+            # allocator must not reuse the memory before the copy is done.
             self.on_device.record_stream(self.lanes.inward)
 
 
 class _Lanes:
-    """The two side streams of one device, which copy out of it and into it."""
+    """The two side streams of a device, for copies to the host and copies to the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -191,7 +191,7 @@ class _Lanes:
         return host
 
     def load(self, host: Tensor) -> tuple[Tensor, torch.Event]:
-        # The computing stream owns the memory. What it did there before has to be over.
+        # The computing stream owns the memory; its earlier work there must be done first.
         target = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
         self.inward.wait_stream(self.current())
         with self.module.stream(self.inward):
@@ -200,7 +200,7 @@ class _Lanes:
 
 
 class _Pass:
-    """One forward through the model."""
+    """The state of one forward through the model."""
 
     def __init__(self) -> None:
         self.layer = _Layer(self, None)
@@ -216,8 +216,8 @@ class _Layer:
         self.of, self.previous = of, previous
         self.index: int = 0 if previous is None else previous.index + 1
         self.moved: list[weakref.ref[_Moved]] = []
-        self.lanes: dict[_Lanes, torch.Event | None] = {}  # in use; the event after the last copy
-        self.reached = False  # by backward
+        self.lanes: dict[_Lanes, torch.Event | None] = {}  # lanes used; event after the last copy
+        self.reached = False  # whether backward has asked for a tensor of this layer
 
     def end(self) -> None:
         for lanes in self.lanes:
@@ -231,7 +231,7 @@ class _Layer:
             moved.release()
 
     def reach(self) -> None:
-        """Load the layer before this one, when backward first asks for a tensor of this one."""
+        """Load the previous layer when backward first asks for a tensor of this layer."""
         if self.reached:
             return
         self.reached = self.of.in_backward = True
@@ -260,7 +260,7 @@ class _Kept:
 
 
 class _Saved:
-    """A saved tensor whose storage moves."""
+    """A saved tensor whose storage is offloaded."""
 
     __slots__ = ("dtype", "layer", "moved", "view")
 
@@ -276,7 +276,7 @@ class _Saved:
 
 
 class _SavedFloat8:
-    """A saved Float8Tensor, whose inner tensors are each kept or moved."""
+    """A saved Float8Tensor, whose inner tensors are each kept or offloaded."""
 
     __slots__ = ("context", "inner", "meta")
 
@@ -293,7 +293,7 @@ class _SavedFloat8:
 
 
 def _raise_modified() -> None:
-    # Autograd checks this itself, but not for tensors that went through hooks.
+    # Autograd checks this itself, except for tensors that went through hooks.
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
         "operation after it was saved under a CPU offload context. Change a copy of it instead."
@@ -301,17 +301,17 @@ def _raise_modified() -> None:
 
 
 class _Offload(AbstractContextManager["_Offload"]):
-    """The context: hooks that move what autograd saves."""
+    """The context, whose hooks offload the tensors that autograd saves."""
 
     def __init__(
         self, num_layers: int, model_layers: int | None, activations: bool, weights: bool
     ) -> None:
         self._num_layers, self._model_layers = num_layers, model_layers
-        # By whether a saved tensor is a cast of a weight.
+        # Whether to offload, by whether a saved tensor is a cast of a weight.
         self._offloads = {False: activations, True: weights}
         self._lanes: dict[torch.device, _Lanes] = {}
         self._pass = _Pass()
-        self._ended: _Layer | None = None  # ended, not released
+        self._ended: _Layer | None = None  # a layer that has ended and is not released
         self._entered: list[tuple[saved_tensors_hooks, dict[StorageWeakRef, bool] | None]] = []
         # Casts of weights by storage: True if they outlive the step, False if forward made them.
         self._weights: dict[StorageWeakRef, bool] = {}
@@ -329,7 +329,7 @@ class _Offload(AbstractContextManager["_Offload"]):
         hooks.__exit__(exc_type, exc, traceback)
 
     def end_layer(self, x: _T | None = None) -> _T | None:
-        """The synchronizer, which is called after a layer of the model and returns its output."""
+        """End a layer of the model and return its output; this is the synchronizer."""
         if not torch.is_grad_enabled() or in_backward():
             return x
         layer = self._layer()
@@ -344,12 +344,12 @@ class _Offload(AbstractContextManager["_Offload"]):
 
     def _layer(self) -> _Layer:
         past = self._pass
-        if past.in_backward or (past.moved_any and not past.moved):  # or its graph is gone
+        if past.in_backward or (past.moved_any and not past.moved):  # all moved tensors are gone
             self._pass = _Pass()
         return self._pass.layer
 
     def _pack(self, x: Tensor) -> _Kept | _Saved | _SavedFloat8:
-        if in_backward():  # a recomputation: wanted at once
+        if in_backward():  # a recomputation, whose tensors are needed at once
             return _Kept(x, None)
         layer = self._layer()
         if layer.index >= self._num_layers or isinstance(x, nn.Parameter):
@@ -365,7 +365,7 @@ class _Offload(AbstractContextManager["_Offload"]):
             moved = layer.of.moved[storage, version] = _Moved(x, lanes)
             layer.lanes[lanes], layer.of.moved_any = None, True
         if moved.on_device is not None:
-            moved.sources.append((x.detach(), version))  # its graph may lead back here
+            moved.sources.append((x.detach(), version))  # detached: its graph may refer to this
         layer.moved.append(weakref.ref(moved))
         return _Saved(x, moved, layer)
 

@@ -1,34 +1,34 @@
 """GEMMs that run while their left operand arrives from other GPUs, or while their output leaves.
 
-M rows of all ranks, N columns of the output, K contraction, R ranks, each on a GPU that reads and
-writes the others' memory.
+M rows of all ranks, N columns of the output, K contraction, R ranks. Each rank has a GPU that reads
+and writes the memory of the others.
 
-``gather_mm`` is an all-gather of the rows of ``a`` and the GEMM with ``b``: the GEMM of this rank's
-rows runs while the others' rows arrive. ``mm_scatter`` is a GEMM and the reduce-scatter of its
-rows: the others' rows are computed first, and leave while this rank's are computed. Both can gather
-other tensors, the ``extras``, meanwhile. Tensors are copied from memory to memory, which takes no
-multiprocessor from the GEMMs. Where ranks do not see each other's memory they use collectives.
+``gather_mm`` all-gathers the rows of ``a`` and multiplies by ``b``: the GEMM of this rank's rows
+runs while other ranks' rows arrive. ``mm_scatter`` computes a GEMM and reduce-scatters its rows:
+rows for other ranks are computed first, and leave while this rank's rows are computed. Both can
+gather other tensors, the ``extras``, meanwhile. Tensors are copied from memory to memory, which
+takes no multiprocessor from the GEMMs. Ranks without access to each other use collectives.
 
-Note: the nouns of this room.
+Note: the terms used here.
 
-- *window*: memory of each rank that all of a group see, torch's symmetric memory, in two *halves*;
-- *gather*: an all-gather that is under way; *extras*: tensors that travel beside, for a later GEMM;
-- *landing*: where the others put their partial sums of this rank's rows.
+- *window*: memory of each rank that all ranks access, torch's symmetric memory, in two *halves*;
+- *gather*: an all-gather in progress; *extras*: tensors gathered at the same time for a later GEMM;
+- *landing*: the memory to which other ranks write their partial sums of this rank's rows.
 
-Each call takes the half that the call before did not, and has a barrier of all ranks, after which
+Calls use the two halves alternately. Each call has a barrier of all ranks, after which
 
-- an all-gather reads the tensors that the others have put into their own half before it;
-- a reduce-scatter reads the rows that the others have put into this rank's half before it.
+- an all-gather reads the tensors that other ranks have put into their own halves before it;
+- a reduce-scatter reads the rows that other ranks have put into this rank's half before it.
 
-A rank next writes to a half two calls later, behind the barrier of the call between. All ranks have
-reached that barrier, and before it waited for whatever they read in the half. A CUDA graph replays
-between any two calls, so from the first captured call on each call has one more barrier, ahead of
-it. A rank that does not come to a barrier makes an error of the others, after the timeout of
-their group.
+A rank writes to the same half two calls later, after the barrier of the call in between. All ranks
+have then reached that barrier, and have waited before it for what they read in the half. A CUDA
+graph may be replayed between any two calls, so from the first captured call on each call has an
+additional barrier before it. If a rank does not reach a barrier, the other ranks raise after the
+timeout of their group.
 
-The bytes of gathered operands are the same as by a collective. So are outputs where the GEMM gives
-a row the same bits whatever the other rows are, which cuBLASLt was seen to do for all recipes; sums
-of two ranks are the same, too, and sums of more are rounded once, in place of once a rank.
+Gathered operands have the same bytes as by a collective. Outputs do too if the GEMM of a row does
+not depend on the other rows, as observed with cuBLASLt for all recipes. Sums of two ranks are the
+same, too; sums over more ranks are rounded once instead of once per rank.
 """
 
 from __future__ import annotations
@@ -57,31 +57,31 @@ from float8lab.recipes.reduction import group_named
 __all__ = ["Window", "gather_mm", "is_worth_it", "mm_scatter", "sees_others", "window_of"]
 
 _ALIGN = 512
-"""Bytes between the tensors of a half; FP8 GEMMs want at least 16."""
+"""Alignment in bytes of the tensors in a half; FP8 GEMMs need at least 16."""
 _LEAST_GFLOP: dict[tuple[int, ...], int] = {(-1, -1): 100, (1, -1): 100, (1, 128): 200}
-"""The size of this rank's GEMM from which overlap pays, by the left operand's block.
+"""The size of this rank's GEMM above which overlap pays, by the left operand's block.
 
-Measured on 2 H200s, K and N of a Llama-3-8B layer of which each rank has half. With 16384 rows (275
-to 1924 GFLOP) plain collectives take 0.15 to 0.37 ms more than the GEMMs alone, overlapped ones
-0.03 to 0.14, unless the CPU takes longer. With 4096 rows (69 to 481 GFLOP) the CPU needs longer to
-queue a call than the GPU for the smallest, most of all with scales for each block.
+Measured on 2 H200s, with K and N of a Llama-3-8B layer of which each rank has half. With 16384 rows
+(275 to 1924 GFLOP) plain collectives add 0.15 to 0.37 ms to the GEMMs, and overlapped ones 0.03 to
+0.14 ms, unless the CPU takes longer. With 4096 rows (69 to 481 GFLOP) the CPU takes longer to queue
+a call than the GPU takes for the smallest GEMM, especially with a scale for each block.
 """
 _SMALL_K = 2048
-"""The largest K for which the GEMM of another rank's rows is cut in two: computing this rank's rows
-takes less time than sending the others'."""
+"""The largest K for which the GEMM of another rank's rows is cut in two, since sending these rows
+takes longer than computing this rank's rows."""
 
 
 class Window:
-    """Memory of each rank of a group, which all of them read and write.
+    """Memory of each rank of a group that all ranks read and write.
 
     Args:
-        nbytes: of a half.
-        before: a window that CUDA graphs may still use.
+        nbytes: the size of a half.
+        before: an earlier window that CUDA graphs may still use.
     """
 
     HALVES = 2
     of_groups: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Window | None]] = WeakKeyDictionary()
-    """The window of each process group; None where its ranks do not see each other's memory."""
+    """The window of each process group; None if its ranks cannot access each other's memory."""
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, nbytes: int, before: Window | None
@@ -95,7 +95,7 @@ class Window:
         self._views: dict[tuple[object, ...], Tensor] = {}
 
     def begin(self, device: torch.device) -> None:
-        """Take a half for a call."""
+        """Choose the half for a call."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self.is_captured = True
         if self.is_captured:
@@ -103,11 +103,11 @@ class Window:
         self.half = 1 - self.half
 
     def barrier(self) -> None:
-        """Wait for all ranks, on the current stream."""
+        """Wait for all ranks on the current stream."""
         self.handle.barrier(channel=0, timeout_ms=self.timeout_ms)
 
     def view(self, rank: int, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A rank's memory as a tensor, from ``start`` bytes into the half on."""
+        """View a rank's memory as a tensor that begins ``start`` bytes into the current half."""
         key = (self.half, rank, start, shape, dtype)
         if key not in self._views:
             offset = (self.half * self.nbytes + start) // dtype.itemsize
@@ -116,8 +116,8 @@ class Window:
 
 
 def window_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Window | None:
-    """The window of a group, with halves of at least so many bytes; None if there cannot be one.
-    All ranks call it together, and the first time it waits for all of them."""
+    """Return the window of a group with halves of at least ``nbytes``; None if it cannot have one.
+    All ranks must call it together; it waits for all of them the first time."""
     window = Window.of_groups.get(group)
     if group in Window.of_groups and (window is None or window.nbytes >= nbytes):
         return window
@@ -127,8 +127,8 @@ def window_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Wi
     before = window if window is not None and (window.is_captured or window.before) else None
     larger: Window | None = None
     if len(set(all_objects(socket.gethostname(), group))) == 1:
-        with suppress(RuntimeError):  # a GPU or driver without it
-            step = max(1 << 21, 1 << (nbytes.bit_length() - 3))  # or each new size makes another
+        with suppress(RuntimeError):  # a GPU or driver may not support symmetric memory
+            step = max(1 << 21, 1 << (nbytes.bit_length() - 3))  # so not each size needs a new one
             larger = Window(group, device, round_up(nbytes, step), before)
         larger = larger if all(all_objects(larger is not None, group)) else None
     Window.of_groups[group] = larger
@@ -136,14 +136,14 @@ def window_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Wi
 
 
 def sees_others(group: dist.ProcessGroup, x: Tensor) -> bool:
-    """Whether this rank may see the others' memory, as far as one can tell without asking them."""
+    """Whether this rank may access other ranks' memory, as far as can be told without asking."""
     if x.is_cuda or torch.compiler.is_compiling():
         return x.is_cuda
     return Window.of_groups.get(group) is not None
 
 
 def is_worth_it(M: int, N: int, K: int, a_block: Sequence[int]) -> bool:
-    """Whether overlap pays for a GEMM of ``[M, K]`` and ``[N, K]``.
+    """Whether overlap is worth it for a GEMM of ``[M, K]`` and ``[N, K]``.
 
     >>> is_worth_it(16384, 3072, 4096, (1, -1)), is_worth_it(512, 3072, 4096, (1, -1))
     (True, False)
@@ -152,11 +152,11 @@ def is_worth_it(M: int, N: int, K: int, a_block: Sequence[int]) -> bool:
 
 
 class _CopyStream:
-    """A stream for copies, which run beside the GEMMs of the current stream; a CPU has one order.
+    """A stream for copies that run beside the GEMMs of the current stream; a CPU has one order.
 
-    Every call records the same events: whoever waits for one waits for its latest record. Making an
-    event takes the CPU as long as a copy does, and so does asking for the current stream, which
-    callers do once.
+    Each call records the same events, and a wait refers to the latest record of an event. Creating
+    an event takes the CPU as long as a copy, and so does asking for the current stream, which
+    callers therefore do once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -166,18 +166,18 @@ class _CopyStream:
         self.events: defaultdict[int, torch.Event] = defaultdict(self.module.Event)
 
     def current(self) -> torch.Stream:
-        """The current stream, of the GEMMs."""
+        """Return the current stream, which runs the GEMMs."""
         return self.module.current_stream(self.index)
 
     def record(self, index: int, stream: torch.Stream) -> torch.Event:
-        """Record an event behind all work that has been queued to a stream."""
+        """Record an event after all work queued to a stream so far."""
         event = self.events[index]
         event.record(stream)
         return event
 
     @contextmanager
     def copies(self, after: torch.Event, current: torch.Stream) -> Iterator[None]:
-        """Queue the copies made inside to this stream, behind an event."""
+        """Queue the copies of the ``with`` block to this stream, after an event."""
         self.set_stream(self.stream)
         try:
             after.wait(self.stream)
@@ -190,25 +190,25 @@ _copy_stream = functools.cache(_CopyStream)
 
 
 class _CollectiveGather:
-    """An all-gather of tensors, each a ``shape`` to ``[R, *shape]``, by collectives."""
+    """An all-gather of tensors by collectives, from ``shape`` to ``[R, *shape]`` each."""
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         self.gathered = [_all_gather(x, group) for x in tensors]
         self.order = [rank for rank in range(group.size()) if rank != group.rank()]
-        """The other ranks, as their tensors arrive."""
+        """The other ranks, in the order in which their tensors arrive."""
 
     def wait(self, rank: int) -> None:
-        """Have the current stream wait for a rank's tensors."""
+        """Make the current stream wait for a rank's tensors."""
 
     def wait_for_all(self) -> None:
-        """Have the current stream wait for all tensors of all ranks."""
+        """Make the current stream wait for all tensors of all ranks."""
 
 
 class _WindowGather(_CollectiveGather):
-    """An all-gather through a window: copies on a stream of their own."""
+    """An all-gather through a window, by copies on a separate stream."""
 
-    # ``early`` of the tensors are waited for rank by rank, the others come behind these; ``keep``:
-    # this rank's own of the early ones are wanted, too.
+    # The first ``early`` tensors are waited for rank by rank, and the others come after them. With
+    # ``keep``, the early tensors of this rank are copied, too.
 
     def __init__(
         self, window: Window, tensors: Sequence[Tensor], early: int, *, keep: bool = False
@@ -249,14 +249,14 @@ class _WindowGather(_CollectiveGather):
 
 
 def _other_ranks(window: Window) -> list[int]:
-    """The other ranks, from the next on, so that no two ranks start with the same."""
+    """Return the other ranks, starting after this one, so that no two ranks start with the same."""
     return [(window.rank + step) % window.size for step in range(1, window.size)]
 
 
 def _mm_into(
     operands: Sequence[Tensor], a_block: Sequence[int], b_block: Sequence[int], fast_accum: bool
 ) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """A function ``(out, a, a_scale)`` that writes the GEMM of some rows of ``a`` to ``out``."""
+    """Return a function ``(out, a, a_scale)`` that writes the GEMM of some rows of ``a`` to out."""
     _, _, b, b_scale, *bias = operands
     constants = a_block, b, b_scale, b_block, next(iter(bias), None), fast_accum
     return lambda out, a, a_scale: scaled_mm_into(out, a, a_scale, *constants)
@@ -267,13 +267,13 @@ def _gather_mm(
     out_dtype: torch.dtype, fast_accum: bool, group: str, extras: Sequence[Tensor],
     keep_gathered: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """``all_gather(a) @ b.T + bias``, ``[M, N]``, and the gathered tensors.
+    """Compute ``all_gather(a) @ b.T + bias``, ``[M, N]``, and return it with gathered tensors.
 
     The operands are ``a``, ``[M / R, K]`` in FP8 and contiguous, its scales, ``b``, ``[N, K]`` in
-    FP8, its scales, and ``[N]`` if there is a bias. ``a`` has scales of (parts of) rows, or one,
-    then equal on all ranks. Up to two ``extras``, contiguous tensors, are gathered meanwhile. All
-    have the same sizes on all ranks. Behind the output come the gathered ``a``, ``[M, K]``, and its
-    scales, or None without ``keep_gathered``, and ``[R, *shape]`` of each of the ``extras``.
+    FP8, its scales, and ``[N]`` if there is a bias. ``a`` has scales of (parts of) rows, or one
+    scale that is equal on all ranks. Up to two ``extras``, contiguous tensors, are gathered at the
+    same time. All sizes are the same on all ranks. After the output come the gathered ``a``,
+    ``[M, K]``, and its scales (None without ``keep_gathered``), and ``[R, *shape]`` of each extra.
     """
     q, scale, b, *_ = operands
     ranks, has_row_scales = group_named(group), a_block[0] != -1
@@ -316,11 +316,11 @@ def _mm_scatter(
     operands: Sequence[Tensor], a_block: Sequence[int], b_block: Sequence[int],
     out_dtype: torch.dtype, fast_accum: bool, group: str, extras: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """This rank's rows, ``[M / R, N]``, of the sum over ranks of ``a @ b.T + bias``.
+    """Return this rank's rows ``[M / R, N]`` of the sum over ranks of ``a @ b.T + bias``.
 
-    Args are those of ``_gather_mm``; but ``a`` is ``[M, K]``, M divisible by R, and its scales may
-    differ between ranks. The partial sums, which are sent, and their sum are in ``out_dtype``. With
-    the sum comes ``[R, *shape]`` of each of ``extras``.
+    The arguments are those of ``_gather_mm``, but ``a`` is ``[M, K]``, M is divisible by R, and
+    scales may differ between ranks. The partial sums that are sent, and their sum, have
+    ``out_dtype``. The gathered ``[R, *shape]`` of each of ``extras`` follows the sum.
     """
     q, scale, b, *_ = operands
     ranks, (M, K), N = group_named(group), q.shape, b.shape[0]
@@ -349,7 +349,7 @@ def _mm_scatter(
         for start in range(0, rows, step):
             out = q.new_empty((step, N), dtype=out_dtype)
             mm_from(rank * rows + start, out)
-            unsent.append(out)  # until the copies have been waited for
+            unsent.append(out)  # kept until the copies have been waited for
             with stream.copies(stream.record(0, current), current):
                 (remote if step == rows else remote[start : start + step]).copy_(out)
                 sent = stream.record(1, stream.stream)
@@ -362,13 +362,13 @@ def _mm_scatter(
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[R, *shape]``, by a collective."""
+    """Gather a tensor to ``[R, *shape]`` by a collective."""
     size = group.size()
     return all_gathered(x, size, group.group_name).view(size, *x.shape)
 
 
 def _pair(gathered: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """The gathered extras, with None for those that there are not."""
+    """Return the two gathered extras, with None for missing ones."""
     data, scale, *_ = [*gathered, None, None]
     return data, scale
 
@@ -404,20 +404,20 @@ mm_scatter_op = declare(
 )  # fmt: skip
 
 
-def _past_dispatcher(function: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
-    """The op where a mode or a compiler sees ops; else the function, without the dispatcher."""
+def _skip_dispatcher(function: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls the op if a mode or compiler is active, else the function."""
 
     def call(*args: object) -> object:
-        seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-        return op(*args) if seen else function(*args)
+        is_watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+        return op(*args) if is_watched else function(*args)
 
     return call
 
 
-gather_mm = _past_dispatcher(_gather_mm, gather_mm_op)
-mm_scatter = _past_dispatcher(_mm_scatter, mm_scatter_op)
+gather_mm = _skip_dispatcher(_gather_mm, gather_mm_op)
+mm_scatter = _skip_dispatcher(_mm_scatter, mm_scatter_op)
 
 
 def _window_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes that tensors take in a half."""
+    """Return the bytes that tensors take in a half."""
     return sum(round_up(x.nbytes, _ALIGN) for x in tensors)

@@ -1,4 +1,4 @@
-"""CudaRNGStatesTracker: named streams of random numbers beside the default one."""
+"""CudaRNGStatesTracker: named streams of random numbers besides the default stream."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["CudaRNGStatesTracker"]
 
 
 class CudaRNGStatesTracker:
-    """Named states of torch's default generator, each used inside ``fork`` alone.
+    """Named states of torch's default generator, each used only inside ``fork``.
 
-    Dropout inside ``fork(name)`` draws from that name's stream and leaves the default one as it is:
-    tensor-parallel ranks can share one seed for what they all compute and have one each for what
-    they split. ``checkpoint(get_rng_state_tracker=...)`` repeats the streams in its recomputation.
+    Dropout inside ``fork(name)`` draws from the stream of that name and leaves the default stream:
+    tensor-parallel ranks can share a seed for replicated computations and have a seed each for
+    sharded ones. ``checkpoint(get_rng_state_tracker=...)`` repeats the streams when it recomputes.
 
-    On CUDA a stream is a ``torch.Generator`` that takes the default generator's place, without
-    copies and without waiting for the GPU. To draw from it inside a CUDA graph, have it registered
-    before the capture: ``graph.register_generator_state(g)`` for each ``g`` in ``generators()``.
-    States cannot be read or set during a capture.
+    On CUDA a stream is a ``torch.Generator`` that replaces the default generator, without copies
+    and without waiting for the GPU. To draw from it inside a CUDA graph, register it before the
+    capture: ``graph.register_generator_state(g)`` for each ``g`` in ``generators()``. States cannot
+    be read or set during a capture.
 
     Args:
-        device: whose random numbers; None is the CUDA device that is current at the first ``add``,
-            or the CPU where there is no CUDA.
+        device: the device of the random numbers; None is the current CUDA device at the first
+            ``add``, or the CPU without CUDA.
 
     >>> tracker = float8lab.CudaRNGStatesTracker(device="cpu")
     >>> tracker.add("model-parallel-rng", 7)
@@ -41,16 +41,16 @@ class CudaRNGStatesTracker:
         self._device = check_device("device", device)
         self._generators: dict[str, Generator] = {}
         self._seeds: set[int] = set()
-        self._forked: list[Generator] = []  # CPU: of the active forks, the innermost last
+        self._forked: list[Generator] = []  # streams of active forks on a CPU, the innermost last
 
     def add(self, name: str, seed: int) -> None:
         """Begin a stream.
 
         Args:
-            seed: of torch's generator; each stream has a seed of its own.
+            seed: the seed of a torch generator; each stream needs a different seed.
 
         Raises:
-            TypeError: the name is no string, or the seed no integer.
+            TypeError: the name is not a string, or the seed not an integer.
             ValueError: the name or the seed is in use.
         """
         check_instance("name", name, str, "a string")
@@ -74,8 +74,8 @@ class CudaRNGStatesTracker:
         """Draw random numbers from a stream inside the ``with`` block.
 
         Raises:
-            TypeError: the name is no string.
-            ValueError: there is no stream of that name.
+            TypeError: the name is not a string.
+            ValueError: there is no stream with that name.
         """
         check_instance("name", name, str, "a string")
         if name not in self._generators:
@@ -86,16 +86,16 @@ class CudaRNGStatesTracker:
             )
         stream, default = self._generators[name], self._default()
         if default.device.type == "cuda":
-            outside = default.graphsafe_get_state()
+            outer_state = default.graphsafe_get_state()
             default.graphsafe_set_state(stream)
             try:
                 yield
             finally:
-                default.graphsafe_set_state(outside)
+                default.graphsafe_set_state(outer_state)
             return
-        # The CPU's default generator cannot be replaced: states are copied in and out.
+        # The CPU's default generator cannot be replaced, so states are copied in and out.
         self._save_forked()
-        before = default.get_state()
+        outer_state = default.get_state()
         default.set_state(stream.get_state())
         self._forked.append(stream)
         try:
@@ -103,20 +103,20 @@ class CudaRNGStatesTracker:
         finally:
             self._save_forked()
             self._forked.pop()
-            # A fork inside a fork of the same stream has advanced it.
-            default.set_state(self._forked[-1].get_state() if self._forked else before)
+            # A nested fork of the same stream may have advanced it.
+            default.set_state(self._forked[-1].get_state() if self._forked else outer_state)
 
     def get_states(self) -> dict[str, Tensor]:
-        """A copy of the state of each stream: a byte tensor on the CPU."""
+        """Copy the state of each stream to a byte tensor on the CPU."""
         self._save_forked()
         return {name: g.get_state() for name, g in self._generators.items()}
 
     def set_states(self, states: dict[str, Tensor]) -> None:
-        """Have exactly these streams, in these states, as ``get_states`` returned them.
+        """Replace all streams by those whose states ``get_states`` returned.
 
         Raises:
-            TypeError: ``states`` are no tensors by name.
-            ValueError: a tensor is no state of a generator; nothing has changed.
+            TypeError: ``states`` is not a dict of tensors.
+            ValueError: a tensor is not the state of a generator; nothing has changed.
         """
         check_state("states", states)
         generators = {}
@@ -137,15 +137,15 @@ class CudaRNGStatesTracker:
             self._default().set_state(self._forked[-1].get_state())
 
     def reset(self) -> None:
-        """Forget all streams."""
+        """Remove all streams."""
         self._generators, self._seeds = {}, set()
 
     def generators(self) -> dict[str, Generator]:
-        """The generator of each stream, to be registered with CUDA graphs."""
+        """Return the generator of each stream, to register with CUDA graphs."""
         return dict(self._generators)
 
     def _save_forked(self) -> None:
-        """Bring the copy of the stream that is in use up to date."""
+        """Save the state of the stream that is in use."""
         if self._forked:
             self._forked[-1].set_state(self._default().get_state())
 
@@ -153,7 +153,7 @@ class CudaRNGStatesTracker:
         device = self._where()
         if device.type == "cpu":
             return torch.default_generator
-        torch.cuda.init()  # default_generators is empty before
+        torch.cuda.init()  # default_generators is empty before initialization
         return torch.cuda.default_generators[device.index]
 
     def _where(self) -> torch.device:

@@ -1,4 +1,4 @@
-"""A process in its group: its rank, how many ranks there are, and the tensors of all."""
+"""The rank of a process in its group, the number of ranks, and collectives that return tensors."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Value = TypeVar("Value")
 
 
 def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """This process's rank in a group, by default in the job, and the number of its processes.
-    Without process groups these are 0 and 1."""
+    """Return this process's rank in a group (by default of all processes), and the group's size.
+    Without torch.distributed these are 0 and 1."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
 
 
 def all_gathered(x: Tensor, size: int, name: str) -> Tensor:
-    """The tensors of all ranks, of one shape ``[n, ...]``, one behind the other: ``[R * n, ...]``.
+    """Concatenate the tensors of all ranks, all ``[n, ...]``, to ``[R * n, ...]``.
 
-    FP8 data travels as bytes, which every backend takes.
+    FP8 data is sent as bytes, which every backend supports.
 
     Args:
         size: R, the number of ranks.
@@ -45,25 +45,25 @@ def all_gathered(x: Tensor, size: int, name: str) -> Tensor:
 
 
 def all_reduced(x: Tensor, operation: str, name: str) -> Tensor:
-    """The ``"sum"`` or ``"max"`` of the tensors of all ranks of the group of that name."""
+    """Return the ``"sum"`` or ``"max"`` of the tensors of all ranks of the group with this name."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(x.contiguous(), operation, name))
 
 
 def reduce_scattered(x: Tensor, size: int, name: str) -> Tensor:
-    """This rank's rows of the sum over ``size`` ranks, R: ``[R * n, ...]`` to ``[n, ...]``."""
+    """Sum ``[R * n, ...]`` over ``size`` ranks, R, and return this rank's rows, ``[n, ...]``."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.reduce_scatter_tensor(x.contiguous(), "sum", size, name))
 
 
 def from_first_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The values that the first rank of a group has, on all of them."""
+    """Return the first rank's values on all ranks of a group."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.broadcast(x.view(torch.uint8), 0, group.group_name)).view(x.dtype)
 
 
 def tensors_of_ranks(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """The tensors of all ranks, of one shape and dtype, bit for bit."""
+    """Return the tensors of all ranks, which have the same shape and dtype, bit for bit."""
     if isinstance(x, Float8Tensor):
         fields = [tensors_of_ranks(t, group) for t in (x.qdata, x.scale, x.amax)]
         return [x._make(q, s, a, x.spec, x.dtype) for q, s, a in zip(*fields, strict=True)]
@@ -74,7 +74,7 @@ def tensors_of_ranks(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def all_objects(value: Value, group: dist.ProcessGroup) -> list[Value]:
-    """The value of each rank, which may be tensors of unequal sizes."""
+    """Return the values of all ranks, which may be tensors of different sizes."""
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
@@ -83,14 +83,14 @@ def all_objects(value: Value, group: dist.ProcessGroup) -> list[Value]:
 def exchanged(
     x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Send rows to each rank and return the rows that come from each.
+    """Send rows to each rank and return the rows that come from each rank.
 
     Rows are sent as bytes, since gloo lacks some dtypes.
 
     Args:
-        x: rows for each rank behind each other; a Float8Tensor with scales of rows, or plain.
-        sent: how many rows go to each rank.
-        received: how many rows come from each rank.
+        x: the rows for all ranks, in order; plain, or a Float8Tensor with scales of rows.
+        sent: the number of rows for each rank.
+        received: the number of rows from each rank.
     """
     data = x if isinstance(x, Float8Tensor) else x.contiguous().view(torch.uint8)
     name = (group or dist.distributed_c10d._get_default_group()).group_name

@@ -1,4 +1,4 @@
-"""checkpoint: recompute a part of the model in backward instead of keeping its activations."""
+"""checkpoint: recompute a part of the model in backward instead of saving its activations."""
 
 from __future__ import annotations
 
@@ -40,28 +40,29 @@ def checkpoint(
     use_reentrant: bool = True,
     **kwargs: Any,
 ) -> _Result:
-    """Return ``function(*args, **kwargs)``, whose activations are recomputed in backward.
+    """Return ``function(*args, **kwargs)``; its activations are recomputed in backward.
 
     This is ``torch.utils.checkpoint`` for FP8: the recomputation runs every module as the forward
     did, with the same recipe and the same scales, whatever ``autocast`` is active by then and
     however far delayed scaling has advanced; it records no forward amaxes a second time. Random
-    numbers repeat too: those of torch's default generators and of the tracker. ``function`` must do
-    the same when it is called again.
+    numbers of torch's default generators and of the tracker repeat. ``function`` must do the same
+    in each call.
 
     Args:
         function: a module or any other callable. Reentrant, it returns a tensor or a tuple.
         args: tensors, None and anything else. A tuple, list or dict with a tensor that requires
-            gradients is rebuilt for ``function``; any other reaches it as it is.
+            gradients is rebuilt for ``function``; other containers are passed on unchanged.
         distribute_saved_activations: shard the first tensor argument over the ranks of
-            ``tp_group`` while it waits for backward; an all-gather brings it back. It must be the
-            same on all of them: not with sequence parallelism, where each has a part of its own.
-            Nothing to do in a group of one rank, nor with ``use_reentrant=False``.
+            ``tp_group`` until backward; an all-gather restores it. The tensor must be the same on
+            all ranks, so this excludes sequence parallelism, where each rank has other tokens. It
+            has no effect in a group of one rank or with ``use_reentrant=False``.
         get_rng_state_tracker: returns the ``CudaRNGStatesTracker`` that ``function`` forks.
-        tp_group: group of ``distribute_saved_activations``; None is the default group.
-        use_reentrant: torch's reentrant variant. It needs an argument that requires gradients: if
-            none does, neither does the output, and parameters get none. False has no such limit,
-            and stops recomputing when it has what backward needs. A compiled graph does
-            the same for both.
+        tp_group: the group for ``distribute_saved_activations``; None is the default group.
+        use_reentrant: use torch's reentrant variant. It needs an argument that requires gradients:
+            if none does, the output requires none, and parameters get none. False has no such
+            limit, and stops recomputing when backward has all it needs. Both give the same compiled
+            graph.
+        kwargs: keyword arguments of ``function``.
         kwargs: further arguments of ``function``.
 
     Raises:
@@ -80,9 +81,9 @@ def checkpoint(
     )
     check_group("tp_group", tp_group)
     if not torch.is_grad_enabled():
-        return function(*args, **kwargs)  # nothing is saved
+        return function(*args, **kwargs)  # autograd saves nothing
     if torch.compiler.is_compiling() and get_rng_state_tracker is None:
-        # The graph holds both the forward and what backward repeats of it: nothing to record.
+        # The graph holds the forward and the recomputation, so there is nothing to record.
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     shards = distribute_saved_activations and use_reentrant and rank_and_size(tp_group)[1] > 1
     return _checkpoint_in_eager(
@@ -96,7 +97,7 @@ def _checkpoint_in_eager(
     get_rng_state_tracker: Callable[[], CudaRNGStatesTracker] | None, use_reentrant: bool,
     group: dist.ProcessGroup | None, *, shards: bool,
 ) -> Any:  # fmt: skip
-    # Flat, since reentrant checkpoints see no tensors inside containers and no keywords.
+    # Arguments are flattened, as reentrant checkpoints ignore tensors in containers and keywords.
     trees = [tree_flatten(x, is_leaf=_has_no_gradient) for x in (*args, *kwargs.values())]
     run = _Run(function, [spec for _, spec in trees], tuple(kwargs), get_rng_state_tracker)
     values = [value for leaves, _ in trees for value in leaves]
@@ -106,10 +107,10 @@ def _checkpoint_in_eager(
 
 
 def _sharded_over(group: dist.ProcessGroup | None, x: Tensor) -> saved_tensors_hooks:
-    """Inside the context, each rank of a group keeps a shard of autograd's saved ``x``."""
+    """Return hooks by which each rank of a group keeps a shard of autograd's saved ``x``."""
     rank, ranks = rank_and_size(group)
     name = (group or dist.distributed_c10d._get_default_group()).group_name
-    sharded = weakref.ref(x)  # autograd keeps both functions, and must not keep x
+    sharded = weakref.ref(x)  # weak, since autograd keeps both functions and must not keep x
 
     def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
         if saved is not sharded():
@@ -134,9 +135,9 @@ def _has_no_gradient(x: object) -> bool:
 
 
 def _without_parameters(results: object) -> object:
-    """The results, with a tensor of its own for each parameter, such as a bias that is returned."""
-    # Autograd would take a parameter for a result of the checkpoint, whose backward would then run
-    # itself without end.
+    """Replace each parameter in the results, such as a returned bias, by an alias."""
+    # Autograd would take a parameter for a result of the checkpoint, whose backward would then call
+    # itself endlessly.
     if not any(isinstance(x, torch.nn.Parameter) for x in tree_leaves(results)):
         return results
 
@@ -148,11 +149,11 @@ def _without_parameters(results: object) -> object:
 
 @dataclass(eq=False)
 class _Run:
-    """A checkpointed function: its first call is the forward, every later one repeats that."""
+    """A checkpointed function: the first call is the forward, later calls are recomputations."""
 
     function: Callable[..., Any]
-    specs: list[TreeSpec]  # of the arguments
-    names: tuple[str, ...]  # of those at the end that are keywords
+    specs: list[TreeSpec]  # the structures of the arguments
+    names: tuple[str, ...]  # the names of the last arguments, which are keyword arguments
     get_rng_state_tracker: Callable[[], CudaRNGStatesTracker] | None
     recording: Recording | None = None
     autocast: Autocast = field(default_factory=Autocast)
@@ -160,9 +161,9 @@ class _Run:
 
     def __call__(self, *values: object) -> object:
         leaves = iter(values)
-        given = [tree_unflatten([*islice(leaves, s.num_leaves)], s) for s in self.specs]
-        count = len(given) - len(self.names)
-        args, kwargs = given[:count], dict(zip(self.names, given[count:], strict=True))
+        rebuilt = [tree_unflatten([*islice(leaves, s.num_leaves)], s) for s in self.specs]
+        count = len(rebuilt) - len(self.names)
+        args, kwargs = rebuilt[:count], dict(zip(self.names, rebuilt[count:], strict=True))
         is_first = self.recording is None
         return _without_parameters((self._forward if is_first else self._recompute)(args, kwargs))
 
@@ -184,7 +185,7 @@ class _Run:
         outer = STATE.autocast, CHECKPOINTS.recordings, CHECKPOINTS.replay
         tracker = None if self.get_rng_state_tracker is None else self.get_rng_state_tracker()
         rng_states = {} if tracker is None else tracker.get_states()
-        # The forward's, in the backward pass that is going on now.
+        # The settings of the forward apply, in the backward pass that is running now.
         STATE.autocast = replace(self.autocast, backward=outer[0].backward)
         CHECKPOINTS.recordings, CHECKPOINTS.replay = (), recording
         if tracker is not None:

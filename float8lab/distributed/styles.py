@@ -1,12 +1,12 @@
-"""Styles of torch's ``parallelize_module`` under which activations are gathered in FP8.
+"""Styles of torch's ``parallelize_module`` that gather activations in FP8.
 
-torch's own ``ColwiseParallel`` and ``RowwiseParallel`` run a converted layer's GEMMs in FP8, too,
-but move activations between ranks in high precision. These have torchao's names and arguments. The
-layer gathers what it multiplies, after it has cast it: one byte an element, and scales. A layer
-that stays in high precision gathers that.
+Torch's own ``ColwiseParallel`` and ``RowwiseParallel`` also run a converted layer's GEMMs in FP8,
+but move activations between ranks in high precision. The styles here have the names and arguments
+of torchao's. The layer casts its operands first and then gathers them: one byte per element, and
+scales. A layer that stays in high precision gathers in high precision.
 
 Importing this file imports DTensor, which takes as long as all of float8lab; ``import float8lab``
-does not import it.
+does not import this file.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8Modul
 
 
 class Float8ColwiseParallel(ColwiseParallel):
-    """``ColwiseParallel`` whose input, where it is a shard of tokens, is gathered in FP8.
+    """``ColwiseParallel`` that gathers its input in FP8 if the input is a shard of tokens.
 
-    Arguments are those of ``ColwiseParallel``: ``input_layouts``, the placement of an input that is
-    a plain tensor, by default ``Replicate()``; ``output_layouts``, that of the output, by default
-    ``Shard(-1)``; ``use_local_output``, whether it is a plain tensor.
+    Arguments are those of ``ColwiseParallel``: ``input_layouts``, the placement of a plain input
+    tensor, by default ``Replicate()``; ``output_layouts``, the placement of the output, by default
+    ``Shard(-1)``; ``use_local_output``, whether the output is a plain tensor.
 
     Source: torchao, ``torchao.float8.float8_tensor_parallel``, whose names and meaning these are.
 
@@ -45,17 +45,17 @@ class Float8ColwiseParallel(ColwiseParallel):
         mod: nn.Module, inputs: Sequence[Tensor], device_mesh: DeviceMesh,
     ) -> DTensor:  # fmt: skip
         x = _placed(inputs[0], device_mesh, input_layouts)
-        if hasattr(mod, "output_layout"):  # a float8lab.Linear gathers what it has cast
+        if hasattr(mod, "output_layout"):  # a float8lab.Linear casts first and then gathers
             return x
         return x.redistribute(placements=desired_input_layouts)
 
 
 class Float8RowwiseParallel(RowwiseParallel):
-    """``RowwiseParallel`` that, with tokens as shards in its output, gathers its gradient in FP8.
+    """``RowwiseParallel`` that gathers the output's gradient in FP8 if tokens are sharded there.
 
-    Arguments are those of ``RowwiseParallel``: ``input_layouts``, the placement of an input that is
-    a plain tensor, by default ``Shard(-1)``; ``output_layouts``, that of the output, by default
-    ``Replicate()``; ``use_local_output``, whether it is a plain tensor.
+    Arguments are those of ``RowwiseParallel``: ``input_layouts``, the placement of a plain input
+    tensor, by default ``Shard(-1)``; ``output_layouts``, the placement of the output, by default
+    ``Replicate()``; ``use_local_output``, whether the output is a plain tensor.
 
     Source: torchao, ``torchao.float8.float8_tensor_parallel``, whose names and meaning these are.
 
@@ -67,7 +67,7 @@ class Float8RowwiseParallel(RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, nn.Linear):
             (layout,) = self.output_layouts
-            vars(module)["output_layout"] = layout  # which float8lab.Linear reads
+            vars(module)["output_layout"] = layout  # float8lab.Linear reads it
         return super()._apply(module, device_mesh)
 
 
@@ -77,12 +77,12 @@ _Layouts = Placement | tuple[Placement | None, ...] | None
 class PrepareFloat8ModuleInput(PrepareModuleInput):
     """``PrepareModuleInput`` that leaves gathering tokens to the layers, which do it in FP8.
 
-    Where an input is to be replicated and is a shard of a dimension, the module gets the shards, as
-    a DTensor. With ``use_local_output`` it gets plain whole tensors, gathered in high precision.
+    If an input is sharded and is to be replicated, the module gets the shard as a DTensor. With
+    ``use_local_output`` it gets plain unsharded tensors, gathered in high precision.
 
     Args:
-        float8_dtype: accepted; each layer casts by its own recipe.
-        fwd_config_submodule_fqn: accepted.
+        float8_dtype: accepted but ignored; each layer casts by its own recipe.
+        fwd_config_submodule_fqn: accepted but ignored.
 
     The other arguments are those of ``PrepareModuleInput``.
 

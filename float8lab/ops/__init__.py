@@ -1,8 +1,8 @@
-"""Plain tensors in, fresh plain tensors out.
+"""Ops that take plain tensors and return fresh plain tensors.
 
-``reference/`` holds every op in plain PyTorch, and declares it there unless callers need more of it
-than the op: then it has a file here. ``kernels/`` holds the CUDA launchers and is the only place
-that imports triton.
+``reference/`` holds every op in plain PyTorch. It also declares an op there, unless callers need
+more than the op itself: then the op has a file here. ``kernels/`` holds the CUDA launchers and is
+the only place that imports triton.
 """
 
 from float8lab.ops import graph_casts, inductor  # noqa: F401

@@ -1,10 +1,10 @@
 """Declare an op to torch.library: the reference on CPU, a Triton or cuBLASLt launcher on CUDA.
 
-The CUDA launcher is named by a string, ``"module:function"`` inside ``float8lab.ops.kernels``, and
-imported on its first call: importing float8lab must not import triton.
+A string ``"module:function"`` names the CUDA launcher inside ``float8lab.ops.kernels``. It is
+imported on the op's first call, since importing float8lab must not import triton.
 
-A call of an op takes torch's dispatcher some 10 us, as long as all that the launcher does. So where
-only the implementation would see the call, it is called without the dispatcher.
+Torch's dispatcher takes some 10 us per call, as long as everything the launcher does. So if only
+the implementation would see the call, the implementation is called without the dispatcher.
 """
 
 from __future__ import annotations
@@ -36,61 +36,61 @@ __all__ = [
 _LIBRARY = torch.library.Library("float8lab", "DEF")
 
 RECORDING = threading.local()
-"""``launch``: who is told of this thread's launches, if anyone is (``kernels/_replay.py``)."""
+"""``launch``: observer of this thread's launches, if there is one (``kernels/_replay.py``)."""
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep Dynamo from compiling a function, or what it calls, but as part of its callers.
+    """Keep Dynamo from compiling a function, or its callees, except as part of its callers.
 
-    ``torch._disable_dynamo`` does so by a wrapper around every call. A mark on the code costs a
-    call nothing; all functions of the same code have it.
+    ``torch._disable_dynamo`` does so by a wrapper around each call. A mark on the code costs
+    nothing per call; it applies to all functions with the same code.
     """
     dynamo = torch._C._dynamo.eval_frame
     try:
         skip = dynamo._FrameAction.SKIP
         dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
-    except AttributeError:  # the names are private: another torch may not have them
+    except AttributeError:  # these names are private: another version of torch may lack them
         return torch._disable_dynamo(function)
     return function
 
 
 @functools.cache
 def load_launcher(path: str) -> Callable[..., Any]:
-    """The function that ``path`` names, ``"module:function"`` in ``ops/kernels``."""
+    """Import the function that ``path`` names as ``"module:function"`` in ``ops/kernels``."""
     module_name, function_name = path.split(":")
     return getattr(importlib.import_module(f"float8lab.ops.kernels.{module_name}"), function_name)
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """A GPU's compute capability, a constant in compiled graphs. A CPU answers as Hopper would."""
+    """Return a GPU's compute capability, a constant in compiled graphs. A CPU counts as Hopper."""
     return _capability_of(device)
 
 
-# As torch.compiler.assume_constant_result marks it, which would import the compiler here.
+# ``torch.compiler.assume_constant_result`` sets this, but would import the compiler.
 capability_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
 def _capability_of(device: torch.device) -> tuple[int, int]:
-    # It takes torch microseconds.
+    # The result is cached, since torch takes microseconds to find it.
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 def casts_by_kernel(device: torch.device) -> bool:
-    """Whether kernels convert to FP8 and from it on this device, else the references do."""
+    """Whether kernels convert to and from FP8 on this device; otherwise the references do."""
     return CASTS.includes(capability_of(device))
 
 
 _DEQUANTIZE = frozenset({"gemm:scaled_mm", "gemm:scaled_mm_into"})
-"""Launchers that, on a GPU without FP8, multiply what torch has dequantized."""
+"""Launchers that run on GPUs without FP8, too: they multiply tensors dequantized by torch."""
 
 
-def _for_gpus(path: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The launcher that ``path`` names; in its place the reference, for what it has no kernel for.
+def _gpu_launcher(path: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the launcher named ``path``, or a function that calls the reference where it cannot.
 
-    That is, of a cast, blocks and scale rules that no kernel knows, and on a GPU for which Triton
-    has no FP8, all calls with FP8 arguments. The values of a prologue are those of its kernel, as
-    where a norm or an activation writes them.
+    A launcher cannot run casts with blocks and scale rules that no kernel knows, nor any call with
+    FP8 arguments on a GPU for which Triton has no FP8. A prologue's values still come from its
+    kernel, so that they equal the values that a norm or an activation writes.
     """
     launch = load_launcher(path)
     names = list(inspect.get_annotations(reference))
@@ -115,7 +115,7 @@ def _for_gpus(path: str, reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tensors_of(args: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among arguments, and in the lists and tuples there."""
+    """Yield the tensors among arguments and in their lists and tuples."""
     for arg in args:
         if isinstance(arg, Tensor):
             yield arg
@@ -124,7 +124,7 @@ def tensors_of(args: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _holds_fp8(args: Sequence[Any]) -> bool:
-    """Whether an argument, or an element of one, is FP8 data, perhaps as bytes, or its dtype."""
+    """Whether any argument, or element of an argument, may be FP8 data (or bytes) or its dtype."""
     flat = [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
     return any(getattr(x, "dtype", x) in (*FP8_DTYPES, torch.uint8) for x in flat)
 
@@ -135,19 +135,19 @@ _TYPES = {
     "torch.dtype": "ScalarType", "int": "int", "int | torch.SymInt": "SymInt", "float": "float",
     "bool": "bool", "str": "str",
 }  # fmt: skip
-"""Types in a schema, by annotation. A result is a tensor, also where it may be None."""
+"""Schema types by annotation. A result is a tensor in the schema even where it may be None."""
 
 
 class DirectCall(NamedTuple):
-    """How an op is called past the dispatcher: in two parts, if it looks at Python's state."""
+    """The way to call an op without the dispatcher: in two parts, if it depends on Python state."""
 
     prepare: Callable[..., tuple[object, ...]] | None
-    """The look: it takes the arguments of the op, and gives those of ``run``; None: the same. It
-    keeps no memory that it allocates ``in_cuda_graph``, which is the default."""
+    """Reads Python state: it maps the arguments of the op to those of ``run``; None: they are the
+    same. With ``in_cuda_graph`` (the default) it keeps no memory that it allocates."""
     run: Callable[..., object]
-    """All else, which depends on its arguments alone."""
+    """Does everything else, which depends only on its arguments."""
     launcher: Callable[[], Callable[..., object]] | None
-    """What loads ``run`` for a GPU as a ``replayed`` function, if there is one."""
+    """Loads ``run`` for a GPU as a ``replayed`` function, if there is one."""
 
 
 def declare(
@@ -156,32 +156,32 @@ def declare(
     flops: Callable[..., int] | None = None, sharding: Rule | None = None,
     only_orders: bool = False, direct: DirectCall | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Make an op of ``float8lab``, and return what calls it with plain tensors, by position.
+    """Make an op of ``float8lab``, and return a function that calls it with positional arguments.
 
-    The op itself, which graphs and modes see, is the result's ``overload``. Its schema is the
-    signature of ``function``, whose annotations must be spelled as in ``_TYPES``. A result that
-    ``function`` or a launcher gives as None is an empty tensor where the dispatcher returns it.
+    The op itself, which graphs and modes see, is the ``overload`` of the returned function. Its
+    schema is the signature of ``function``, with annotations from ``_TYPES``. Where ``function`` or
+    a launcher returns None, the dispatcher returns an empty tensor.
 
     Args:
-        function: specifies the op, and is its CPU implementation. The op takes by position what it
-            takes by keyword alone. Without ``cuda`` it is called on any device, through the
-            dispatcher alone and with Python's state as it is then; the result is the overload, and
-            what the function changes besides its arguments is hidden from a compiler.
-        outputs: allocates the results, given the arguments as the attributes of one object.
+        function: specifies the op, and implements it on the CPU. The op takes its keyword-only
+            arguments by position. Without ``cuda`` the function runs on any device, always through
+            the dispatcher and with the current Python state; the returned function is then the
+            overload, and a compiler does not see effects besides those on the arguments.
+        outputs: allocates the results, given an object whose attributes are the arguments.
         cuda: ``"module:function"`` of the launcher in ``float8lab.ops.kernels``.
-        name: of the op, where it is not the function's; ``"name.overload"`` for a further form.
+        name: the name of the op, if not the function's; ``"name.overload"`` for a second form.
         mutates: names of the arguments that are written. No output aliases an input. If the last
-            argument is one, and optional, graphs have a form of the op without it, ``pure``.
-        any_strides: the op is as good on inputs of other strides than those it was traced with. A
-            compiler that may not choose them copies an input that it has not written yet for each
-            op that reads it.
-        flops: floating-point operations of a call, from its arguments with a shape in place of each
-            tensor. An op that has one is worth saving rather than recomputing.
-        sharding: of DTensors, which placements of arguments give which placements of the results on
-            one dimension of a device mesh: from the arguments with the shapes of whole tensors.
-            Without it every rank computes the whole.
-        only_orders: the op tells a compiler the order of others, and does nothing.
-        direct: ``function`` in two parts, if it looks at Python's state.
+            argument is among them, and optional, graphs get a form of the op without it, ``pure``.
+        any_strides: the op runs equally well on inputs with other strides than those traced. If a
+            compiler may not change the strides, it copies each input that it has not written yet,
+            once for each op that reads the input.
+        flops: returns the floating-point operations of a call, from its arguments with a shape in
+            place of each tensor. It marks an op that is worth saving rather than recomputing.
+        sharding: yields the placements of DTensor arguments, and the resulting placements of the
+            results, that work on one dimension of a device mesh, from the arguments with unsharded
+            shapes. Without it, each rank computes the unsharded result.
+        only_orders: the op only tells a compiler the order of other ops, and computes nothing.
+        direct: ``function`` in two parts, if it depends on Python state.
     """
     name = name or function.__name__
     parameters = inspect.signature(function).parameters
@@ -192,16 +192,16 @@ def declare(
         given = dict(zip(parameters, args, strict=False))
         return filled(outputs(SimpleNamespace(**{**defaults, **given, **kwargs})), args)
 
-    function = _by_position(function)
-    exact = function if cuda is None else _exact(function)
-    # Marked, since torch 2.11 traces into kernels that a compiled graph calls.
-    on_any_device = untraced(lambda *args: filled(exact(*args), args))
+    function = _make_positional(function)
+    body = function if cuda is None else _without_autocast(function)
+    # ``untraced``, since torch 2.11 traces into kernels that a compiled graph calls.
+    on_any_device = untraced(lambda *args: filled(body(*args), args))
     implementations = {"CompositeExplicitAutograd": on_any_device}
     if cuda is not None:
-        for_gpus = functools.cache(lambda: _exact(_for_gpus(cuda, function), "cuda"))
+        on_gpu = functools.cache(lambda: _without_autocast(_gpu_launcher(cuda, function), "cuda"))
         implementations = {
             "CPU": on_any_device,
-            "CUDA": untraced(lambda *args: filled(for_gpus()(*args), args)),
+            "CUDA": untraced(lambda *args: filled(on_gpu()(*args), args)),
         }
 
     def define(name: str, schema: str) -> OpOverload:
@@ -217,16 +217,16 @@ def declare(
         return overload
 
     overload = define(name, _schema(function, mutates))
-    through: Callable[..., Any] = overload
+    call_form: Callable[..., Any] = overload
     forms = [overload]
     *_, last = parameters
     if last in mutates and defaults.get(last, last) is None:
         pure = define(f"{name}.pure", _schema(function, (), without=last))
         forms.append(pure)
-        through = _either(overload, pure, len(parameters) - 1)
+        call_form = _choose_form(overload, pure, len(parameters) - 1)
     call = function
     if cuda is not None:
-        call = _direct(through, for_gpus, function)
+        call = _call_directly(call_form, on_gpu, function)
         call.overload = overload
     if direct is None:
         launcher = None if cuda is None else functools.partial(load_launcher, cuda)
@@ -237,13 +237,13 @@ def declare(
 
 
 def overload_named(name: str) -> OpOverload:
-    """The form of an op of ``float8lab``, such as ``"cast.pure"``, that torch's modes see."""
+    """Return the form of an op, such as ``"cast.pure"``, that torch's modes see."""
     packet, _, form = name.partition(".")
     return getattr(getattr(torch.ops.float8lab, packet), form or "default")
 
 
-def _by_position(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which may take arguments by keyword alone, with all of them by position."""
+def _make_positional(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` with its keyword-only arguments taken by position."""
     parameters = inspect.signature(function).parameters
     names = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
     if not names:
@@ -260,7 +260,7 @@ def _by_position(function: Callable[..., Any]) -> Callable[..., Any]:
 def _schema(
     function: Callable[..., Any], mutates: Sequence[str], without: str | None = None
 ) -> str:
-    """The signature in the dispatcher's words: ``"(Tensor q, int align=1) -> Tensor"``."""
+    """Return the signature as a dispatcher schema: ``"(Tensor q, int align=1) -> Tensor"``."""
     signature = inspect.signature(function)
     written = []
     for name, parameter in signature.parameters.items():
@@ -276,26 +276,26 @@ def _schema(
     return f"({', '.join(written)}) -> {returned if results == 'Tensor' else f'({returned})'}"
 
 
-def _either(
+def _choose_form(
     overload: Callable[..., Any], pure: Callable[..., Any], arguments: int
 ) -> Callable[..., Any]:
-    """``overload``; in a graph, where it would write nothing, ``pure`` with its ``arguments``.
+    """Call ``overload``; in a graph, call ``pure`` with ``arguments`` arguments if none is written.
 
-    A compiler takes an op that may write for one that does, and wraps every call of it.
+    A compiler assumes that an op which may write does write, and wraps every call of the op.
     """
 
-    def through(*args: Any) -> Any:
+    def call_form(*args: Any) -> Any:
         if torch.compiler.is_compiling() and not any(arg is not None for arg in args[arguments:]):
             return pure(*args[:arguments])
         return overload(*args)
 
-    return through
+    return call_form
 
 
-def _exact(function: Callable[..., Any], device: str = "cpu") -> Callable[..., Any]:
-    """An implementation without torch.autocast, which would multiply in a dtype of its own.
+def _without_autocast(function: Callable[..., Any], device: str = "cpu") -> Callable[..., Any]:
+    """Disable torch.autocast inside an implementation, where it would change the GEMMs' dtype.
 
-    GEMMs of FP8 data overflow float16, and torch.stack raises for FP8 on a CPU there.
+    With autocast, GEMMs of FP8 data overflow float16, and torch.stack of FP8 raises on a CPU.
     """
 
     def call(*args: Any) -> Any:
@@ -311,7 +311,7 @@ def _exact(function: Callable[..., Any], device: str = "cpu") -> Callable[..., A
 
 
 def filled(results: Any, args: Sequence[Any]) -> Any:
-    """The results of an op's call with ``args``, with an empty tensor in the place of each None."""
+    """Replace each None in the results of an op by an empty tensor like a tensor of ``args``."""
     if not isinstance(results, tuple):
         return results
     like: Any = next(tensors_of(args), None)
@@ -319,10 +319,10 @@ def filled(results: Any, args: Sequence[Any]) -> Any:
 
 
 class Declared(NamedTuple):
-    """The answers to what others than the dispatcher ask about an op."""
+    """Facts about an op for parties other than the dispatcher."""
 
     arguments: Mapping[str, Any]
-    """Their defaults."""
+    """The arguments of the op with their defaults."""
     outputs: Callable[..., Any]
     mutates: Sequence[str]
     sharding: Rule | None
@@ -332,23 +332,23 @@ class Declared(NamedTuple):
 
 
 class _Ops:
-    """The ops that exist, and who has yet to be told about them."""
+    """The declared ops, and the modules of torch that have yet to be told about them."""
 
     def __init__(self) -> None:
         self.declared: dict[Any, Declared] = {}
-        """What is known of each overload."""
+        """The facts about each overload."""
         self.untold: dict[str, Callable[[ModuleType], None]] = {}
-        """Functions that tell a module of torch, which ``announce`` has not found imported yet."""
+        """By module name, functions that tell a module which ``announce`` has not seen imported."""
 
 
 OPS = _Ops()
 
 
 def compute_intensive_ops() -> list[torch._ops.OpOverload]:
-    """The overloads of FP8 GEMMs and attention, for lists of ops that are worth saving.
+    """Return the overloads of FP8 GEMMs and attention, for lists of ops that are worth saving.
 
-    Selective activation checkpointing recomputes every op that is not in such a list, and knows
-    only torch's own GEMMs.
+    Selective activation checkpointing recomputes every op that is not in such a list; torch's own
+    lists have only torch's GEMMs.
 
     >>> torch.ops.float8lab.scaled_mm.default in float8lab.compute_intensive_ops()
     True
@@ -357,17 +357,17 @@ def compute_intensive_ops() -> list[torch._ops.OpOverload]:
 
 
 def announce() -> None:
-    """Tell torch's FLOP counter and DTensor about the ops, as soon as these are imported.
+    """Tell torch's FLOP counter and DTensor about the ops, as soon as these modules are imported.
 
-    Both take long to import, and the counter imports triton, so nothing here imports them. Whoever
-    has them imported calls an op where it can be seen: below a mode, with a DTensor, or in a trace.
+    Both take long to import, and the counter imports triton, so nothing here imports them. Code
+    that has imported them calls ops below a mode, with a DTensor, or in a trace, and is seen.
     """
     for name in [name for name in OPS.untold if name in sys.modules]:
         OPS.untold.pop(name)(sys.modules[name])
 
 
 def tell_when_imported(name: str, tell: Callable[[ModuleType], None]) -> None:
-    """Have ``announce`` call ``tell`` with a module of torch, once that is imported."""
+    """Make ``announce`` call ``tell`` with a module of torch once that module is imported."""
     OPS.untold[name] = tell
 
 
@@ -375,7 +375,7 @@ def _tell_counter(counter: ModuleType) -> None:
     formulas = {op.overloadpacket: OPS.declared[op].flops for op in compute_intensive_ops()}
     for packet, formula in formulas.items():
         counter.register_flop_formula(packet)(formula)
-    # A counter that is active already has a copy of the registry.
+    # A counter that is already active has a copy of the registry.
     for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
         registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)
         if registry is not None:
@@ -394,7 +394,7 @@ tell_when_imported("torch.distributed.tensor", _tell_dtensor)
 _PLAIN = frozenset(
     {Tensor, Parameter, type(None), torch.dtype, torch.Size, tuple, list, int, float, bool, str}
 )
-"""Types whose values the dispatcher hands on as they are, also as elements of a list."""
+"""Types of values that the dispatcher passes on unchanged, also as elements of a list."""
 
 is_watched_by_a_mode = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
@@ -402,11 +402,11 @@ _trace = torch._C._get_tracing_state
 is_profiled = torch._C._autograd._profiler_enabled
 
 
-def _direct(
-    overload: Callable[..., Any], for_gpus: Callable[[], Callable[..., Any]],
+def _call_directly(
+    overload: Callable[..., Any], on_gpu: Callable[[], Callable[..., Any]],
     reference: Callable[..., Any],
 ) -> Any:  # fmt: skip
-    """``overload``, past the dispatcher where that would do nothing but find the implementation."""
+    """Call ``overload``, or its implementation if the dispatcher would only look that up."""
 
     def dispatch(*args: Any) -> Any:
         if not torch.compiler.is_compiling() and OPS.untold:
@@ -424,19 +424,19 @@ def _direct(
         ):
             return dispatch(*args)
         x = args[0]
-        if type(x) is str:  # a prologue, and its inputs
+        if type(x) is str:  # the name of a prologue, followed by its inputs
             x = args[1][0]
             if not _PLAIN.issuperset(map(type, args[1])):
                 return dispatch(*args)
         elif type(x) is list or type(x) is tuple:
             return overload(*args)
-        # Autograd's, unless below an autograd function. Negative: of the imaginary part of a
-        # conjugate, which the dispatcher makes a tensor of its own first.
+        # Autograd must see the call, unless it runs below an autograd function. The dispatcher must
+        # materialize a tensor with a negative bit, such as the imaginary part of a conjugate.
         requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_of(args))
         if requires_grad or x.is_neg():
             return overload(*args)
         if x.is_cuda:
-            return for_gpus()(*args)
+            return on_gpu()(*args)
         if x.is_cpu and not torch.is_autocast_enabled("cpu"):
             return reference(*args)
         return overload(*args)
@@ -445,22 +445,22 @@ def _direct(
 
 
 def called_by_ops(reference: Callable[..., Any], cuda: str) -> Callable[..., Any]:
-    """Make a function that calls a launcher on a GPU; elsewhere, and in graphs, its reference."""
-    exact = _exact(reference)
-    for_gpus = functools.cache(lambda: _exact(_for_gpus(cuda, reference), "cuda"))
+    """Make a function that calls a launcher on a GPU, and its reference on a CPU or in a graph."""
+    body = _without_autocast(reference)
+    on_gpu = functools.cache(lambda: _without_autocast(_gpu_launcher(cuda, reference), "cuda"))
 
     def call(x: Tensor, *args: Any) -> Any:
         in_graph = torch.compiler.is_compiling()
-        return (reference if in_graph else for_gpus() if x.is_cuda else exact)(x, *args)
+        return (reference if in_graph else on_gpu() if x.is_cuda else body)(x, *args)
 
     return call
 
 
 def planned(body: Callable[..., Any]) -> Any:
-    """``body`` for tensors on a GPU: what it does is found out once and then repeated as one list.
+    """Record the launches of ``body`` for tensors on a GPU once, and then repeat them as a list.
 
-    What it does must depend on nothing but its arguments: tensors, constants that can be hashed,
-    and lists and tuples of these. It may call ops of this package and some of torch's.
+    The effect of ``body`` must depend only on its arguments: tensors, hashable constants, and lists
+    and tuples of these. It may call ops of this package and some of torch's.
     """
     launcher = functools.cache(lambda: load_launcher("_replay:replayed")(body))
 
@@ -475,7 +475,7 @@ def planned(body: Callable[..., Any]) -> Any:
         ):
             return body(*args)
         if torch.is_autocast_enabled("cuda"):
-            return _exact(launcher(), "cuda")(*args)
+            return _without_autocast(launcher(), "cuda")(*args)
         return launcher()(*args)
 
     call.launcher = launcher  # type: ignore[attr-defined]

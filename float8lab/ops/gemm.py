@@ -1,7 +1,7 @@
 """The FP8 GEMM ``y = a @ b.T``.  M rows of a, N rows of b, K contraction, B batch.
 
-All three GEMMs of a linear layer have this one form, both operands contiguous along K, which is
-the only one Hopper's FP8 tensor cores take: ``y = x @ w.T``, ``dx = dy @ (w.T).T`` and
+All three GEMMs of a linear layer have this form, with both operands contiguous along K, the only
+form that Hopper's FP8 tensor cores take: ``y = x @ w.T``, ``dx = dy @ (w.T).T`` and
 ``dw = dy.T @ (x.T).T``.
 """
 
@@ -27,8 +27,8 @@ def _flops(
     bias: object, out_dtype: object, fast_accum: object, offs: Sequence[int] | None = None,
     *args: object, **kwargs: object,
 ) -> int:  # fmt: skip
-    """A multiplication and an addition for each element of the contraction of each output."""
-    # A contraction in groups of FP8 counts without the padding between them, to within one span.
+    """Count a multiplication and an addition per output element and element of the contraction."""
+    # For FP8 groups in the contraction, padding between them is excluded, to within one span.
     contraction = a[-1]
     if offs is not None and len(b) == 2 and scale is not None:
         padding = (offs[0] + 1) * (reference.SPAN - 1)
@@ -36,14 +36,14 @@ def _flops(
     return 2 * math.prod(a[:-1]) * contraction * b[-2]
 
 
-def _outputs(of: Any) -> Tensor:
-    groups = of.offs.shape if of.offs is not None and of.b.ndim == 2 else ()
-    return of.a.new_empty((*groups, *of.a.shape[:-1], of.b.shape[-2]), dtype=of.out_dtype)
+def _outputs(args: Any) -> Tensor:
+    groups = args.offs.shape if args.offs is not None and args.b.ndim == 2 else ()
+    return args.a.new_empty((*groups, *args.a.shape[:-1], args.b.shape[-2]), dtype=args.out_dtype)
 
 
 scaled_mm_op = declare(reference.scaled_mm, cuda="gemm:scaled_mm", outputs=_outputs, flops=_flops)
 scaled_mm_into = called_by_ops(reference.scaled_mm_into, cuda="gemm:scaled_mm_into")
-"""For ops that multiply an operand shard by shard, each as it arrives."""
+"""A GEMM into a given output, for ops that multiply an operand shard by shard as shards arrive."""
 
 
 def may_multiply(
@@ -55,11 +55,11 @@ def may_multiply(
     b_dtype: torch.dtype = E4M3,
     grouped: bool = False,
 ) -> bool:
-    """Whether the GEMM runs in FP8 on this device, not as dequantize + high-precision GEMM.
+    """Whether the GEMM runs in FP8 on this device, rather than dequantizes its operands.
 
-    One that is ``grouped``, of experts, does on Hopper alone.
-    ``formats.gemm_support`` has the table of blocks. No GPU multiplies e5m2 by e5m2, and torch no
-    1x32 blocks of e5m2. A CPU answers as a Hopper GPU would: it runs the reference of that.
+    A ``grouped`` GEMM, of experts, runs in FP8 only on Hopper. ``formats.gemm_support`` has the
+    table of blocks. No GPU multiplies e5m2 by e5m2, and torch does not multiply 1x32 blocks of
+    e5m2. A CPU counts as a Hopper GPU: it runs the reference of Hopper's GEMMs.
 
     >>> may_multiply((1, 128), (128, 128), torch.device("cpu"))
     True
@@ -76,7 +76,7 @@ def may_multiply(
 def is_cublas_gemm(
     a_block: Sequence[int], b_block: Sequence[int], a_dtype: torch.dtype, b_dtype: torch.dtype
 ) -> bool:
-    """Whether cuBLASLt has a GEMM of blocks that Hopper multiplies: in e4m3, since CUDA 12.9."""
+    """Whether cuBLASLt has a GEMM for these blocks on Hopper: for e4m3, since CUDA 12.9."""
     support = gemm_support(a_block, b_block)
     has_gemm = support is not None and support.cublas and a_dtype == b_dtype == E4M3
     return has_gemm and _cuda_version() >= (12, 9)

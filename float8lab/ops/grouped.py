@@ -1,7 +1,7 @@
-"""Groups of rows, as the tokens of MoE experts are.  M tokens, E experts, K features.
+"""Groups of rows, such as the tokens of MoE experts.  M tokens, E experts, K features.
 
-``reference/grouped.py`` specifies their layout, and why a transpose has its groups where it has
-them. The offsets of the groups are read on the device alone.
+``reference/grouped.py`` specifies their layout, and explains where a transpose has its groups. The
+offsets of the groups are read only on the device.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _plan_outputs(of: Any) -> Tensor:
-    E = of.offs.shape[0]
-    tiles = reference.padded_rows(of.rows, E) // reference.SPAN
-    return of.offs.new_empty((E + 1 + tiles, 4), dtype=torch.int32)
+def _plan_outputs(args: Any) -> Tensor:
+    E = args.offs.shape[0]
+    tiles = reference.padded_rows(args.rows, E) // reference.SPAN
+    return args.offs.new_empty((E + 1 + tiles, 4), dtype=torch.int32)
 
 
-# An op of its own, for the GEMMs of a layer, and those of its gradients, share a plan.
+# This is a separate op, since the GEMMs of a layer and those of its gradients share a plan.
 plan_groups_op = declare(
     reference.plan_groups, name="cast.plan", cuda="grouped_cast:plan_groups", outputs=_plan_outputs
 )
 
 
 class Offsets(NamedTuple):
-    """Offsets of the rows of groups, and the plan of their GEMMs."""
+    """The offsets of the rows of groups, and the plan of their GEMMs."""
 
     offs: Tensor
     """``[E]``."""
@@ -43,12 +43,12 @@ class Offsets(NamedTuple):
 
     @staticmethod
     def of(offs: Tensor, rows: int) -> Offsets:
-        """The offsets of a matrix of so many rows, with the plan of its GEMMs."""
+        """Return the offsets for a matrix of ``rows`` rows, with the plan of its GEMMs."""
         return Offsets(offs, plan_groups_op(offs, rows))
 
 
 def groups_of_rows(rows: int, offs: Tensor) -> Tensor:
-    """The group of each of so many rows, ``[rows]``; the last group for those of none."""
+    """Return the group of each row, ``[rows]``; padding rows belong to the last group."""
     row = torch.arange(rows, device=offs.device, dtype=offs.dtype)
     return torch.searchsorted(offs, row, right=True).clamp_(max=offs.shape[0] - 1)
 
@@ -64,12 +64,12 @@ def _amax(
 
 
 def amax_of_batch(x: Tensor) -> Tensor:
-    """The largest absolute value of each matrix of a batch, ``[E, 1, 1]``."""
+    """Return the largest absolute value of each matrix of a batch, ``[E, 1, 1]``."""
     return _amax("", (x,), x.dtype)
 
 
 def amaxes_of_blocks(x: Tensor, block: Sequence[int]) -> Tensor:
-    """The largest absolute value of each block of a matrix, or of a batch of matrices."""
+    """Return the largest absolute value of each block of a matrix, or of a batch of matrices."""
     if x.ndim == 2:
         return amax_op("", (x,), x.dtype, block)
     if tuple(block) == (1, -1, -1):
@@ -79,41 +79,41 @@ def amaxes_of_blocks(x: Tensor, block: Sequence[int]) -> Tensor:
 
 
 def matrices_of_blocks(x: Tensor, block: Sequence[int]) -> Sequence[Tensor]:
-    """A batch ``[E, N, K]`` as matrices of whole blocks, as few as there can be."""
+    """Split a batch ``[E, N, K]`` into as few matrices as possible that do not cut blocks."""
     E, N, K = x.shape
     return x.unbind() if N % block[1] else [x.reshape(E * N, K)]
 
 
 class Groups(NamedTuple):
-    """A matrix, or a prologue that computes it, whose rows are in groups."""
+    """A matrix, or a prologue that computes it, whose rows form groups."""
 
     prologue: str
     inputs: Sequence[Tensor]
     dtype: torch.dtype
     offs: Tensor
-    """Offsets of the groups, ``[E]``."""
+    """The offsets of the groups, ``[E]``."""
     plan: Tensor | None = None
-    """The plan of the groups' GEMMs, where several share it."""
+    """The plan of the groups' GEMMs, if several GEMMs share it."""
 
     @staticmethod
     def of(x: Tensor | Prologue, offsets: Offsets) -> Groups:
-        """The groups of a matrix that is there or not computed yet."""
+        """Make groups from a matrix, or from a prologue that is not computed yet."""
         return Groups(*(("", (x,), x.dtype) if isinstance(x, Tensor) else x[:3]), *offsets)
 
     def value(self) -> Tensor:
-        """The matrix, with whatever its padding rows hold."""
+        """Return the matrix; its padding rows hold arbitrary values."""
         return Prologue(*self[:3]).value() if self.prologue else self.inputs[0]
 
     def owned(self) -> Tensor:
-        """The matrix, with zeros in its padding rows."""
+        """Return the matrix with zeros in its padding rows."""
         x = self.value()
         inside = torch.arange(x.shape[0], device=x.device)[:, None] < self.offs[-1:]
         return torch.where(inside, x, 0.0)
 
     def amax(self) -> Tensor:
-        """The largest absolute value of each group, ``[E, 1, 1]``; 0 without rows."""
+        """Return the largest absolute value of each group, ``[E, 1, 1]``; 0 without rows."""
         return _amax(*self)
 
     def has_rows(self) -> Tensor:
-        """Whether each group has any row, ``[E]``."""
+        """Return whether each group has any row, ``[E]``."""
         return torch.diff(self.offs, prepend=self.offs.new_zeros(1)) > 0

@@ -1,10 +1,10 @@
 """Calls of our ops in the code that Inductor generates.
 
-Our ops are opaque to Inductor. The call that it writes for such an op goes through torch's
-dispatcher, and on a GPU each run looks up which launches serve the arguments: together some 50 us.
-But sizes are constants of a graph. So the generated code calls a ``call_site`` instead: it has no
-dispatcher before it, and repeats what the launcher did in an earlier run. Nothing is called for an
-op that only orders others: when the code is written, they have their order.
+Our ops are opaque to Inductor. By default it writes a call through torch's dispatcher, and on a GPU
+each run looks up the launches for the arguments; together this takes some 50 us. But sizes are
+constants of a graph. So the generated code calls a ``call_site`` instead, which has no dispatcher
+before it and repeats the launches of an earlier run. No call is written for an op that only orders
+other ops, since the code already has their order.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from float8lab.ops import declare
 __all__ = ["call_site"]
 
 _RUNS = 8
-"""A call that was not recorded in so many runs never will be."""
+"""Runs in which a call looks for its recorded launches; a call not recorded by then never is."""
 
 
 def call_site(
     name: str, used_results: Sequence[int], *, repeats: bool, in_cuda_graph: bool = False
 ) -> Callable[..., object]:
-    """The function that generated code calls, in one place, instead of an op.
+    """Return the function that generated code calls, at one position, instead of an op.
 
     Args:
-        name: of the op's overload, ``"cast.pure"``.
-        used_results: indices of the results that the graph reads. One that the op does not compute
-            is an empty tensor there, as the op itself returns it; the others may be None.
-        repeats: the graph is a GPU's, and no size of the arguments varies.
-        in_cuda_graph: torch makes a CUDA graph of the code, or tries to. It then takes results for
-            memory of that CUDA graph, also in the runs before.
+        name: the name of the op's overload, such as ``"cast.pure"``.
+        used_results: indices of the results that the graph reads. If the op does not compute such a
+            result, it is an empty tensor, as the op itself returns it; unused ones may be None.
+        repeats: the graph runs on a GPU, and all sizes of the arguments are constant.
+        in_cuda_graph: torch makes, or tries to make, a CUDA graph of the code. It then assumes that
+            results are in the memory of the CUDA graph, even in the runs before the capture.
     """
     overload = declare.overload_named(name)
     prepare, run, launcher = declare.OPS.declared[overload].direct
@@ -50,16 +50,16 @@ def call_site(
         if declare.is_watched_by_a_mode() or declare.is_profiled():
             declare.announce()
             return overload(*args)
-        given = args if prepare is None else prepare(*args)
+        run_args = args if prepare is None else prepare(*args)
         results: Any = NotImplemented
         if not torch.is_autocast_enabled("cuda"):
             if repeat is not None:
-                results = repeat(given)
+                results = repeat(run_args)
             if results is NotImplemented and runs:
                 runs -= 1
-                repeat = declare.load_launcher("_replay:repeated")(launcher(), given)  # type: ignore[misc]
+                repeat = declare.load_launcher("_replay:repeated")(launcher(), run_args)  # type: ignore[misc]
         if results is NotImplemented:
-            results = run(*given)
+            results = run(*run_args)
         if lacks is None:
             lacks = any(results[i] is None for i in used_results)
         return declare.filled(results, args) if lacks else results
@@ -68,7 +68,7 @@ def call_site(
 
 
 def _register(lowering: ModuleType) -> None:
-    """Have Inductor write call sites. Where its names are others than these, it writes ops."""
+    """Make Inductor write call sites; if its private names have changed, it writes ops."""
     try:
         kind = _operation_class(lowering.ir)
         for overload in declare.OPS.declared:
@@ -77,32 +77,32 @@ def _register(lowering: ModuleType) -> None:
                 constraint = lowering.tag_to_layout_constraint(tag)
                 lowering.make_fallback(overload, layout_constraint=constraint, warn=False)
             lowering.lowerings[overload] = _with_call_site(lowering, overload, kind)
-    except (AttributeError, TypeError):  # they are private
+    except (AttributeError, TypeError):  # these names are private
         return
 
 
 def _with_call_site(
     lowering: ModuleType, overload: OpOverload, kind: type
 ) -> Callable[..., object]:
-    """A lowering whose operation is of ``kind``."""
+    """Return a lowering whose operation has the class ``kind``."""
     lower = lowering.lowerings[overload]
 
-    def lowered(*args: object, **kwargs: object) -> object:
+    def lower_to_site(*args: object, **kwargs: object) -> object:
         operations = lowering.V.graph.operations
-        before = len(operations)
+        count = len(operations)
         results = lower(*args, **kwargs)
-        for operation in operations[before:]:
+        for operation in operations[count:]:
             if type(operation) is lowering.ir.FallbackKernel and operation.op_overload is overload:
                 operation.__class__ = kind
-                for output in operation.outputs:  # to assert their sizes takes time in every run
+                for output in operation.outputs:  # asserting sizes would take time in each run
                     output.skip_size_stride_alignment_checks = True
         return results
 
-    return lowered
+    return lower_to_site
 
 
 def _operation_class(ir: Any) -> type:
-    """Inductor's operation for ops that it does not know, written as a call site."""
+    """Make a subclass of Inductor's operation for opaque ops; it is written as a call site."""
 
     class CallSite(ir.FallbackKernel):
         is_call_site = False
@@ -112,26 +112,26 @@ def _operation_class(ir: Any) -> type:
                 if self.needs_no_call():
                     wrapper.writeline(f"{self.get_name()} = None")
                     return
-                name = self.written_site(wrapper)
-            except AttributeError:  # a torch with other names: it writes the op
+                name = self.write_site(wrapper)
+            except AttributeError:  # names differ in this version of torch, which writes the op
                 name = None
             if name is not None:
                 self.python_kernel_name, self.is_call_site = name, True
             super().codegen(wrapper)
 
         def needs_no_call(self) -> bool:
-            """Whether the op only orders others, and nothing in Python code reads its results."""
+            """Whether the op only orders other ops, and no Python code reads its results."""
             graph, declared = ir.V.graph, declare.OPS.declared[self.op_overload]
             if not declared.only_orders or graph.cpp_wrapper:
                 return False
             return all(x.get_name() in graph.removed_buffers for x in self.outputs)
 
-        def written_site(self, wrapper: Any) -> str | None:
-            """The name of a call site that was written to the code; None if it cannot have one."""
+        def write_site(self, wrapper: Any) -> str | None:
+            """Write a call site to the code and return its name; None if there can be none."""
             graph, outputs, op = ir.V.graph, self.outputs, self.op_overload
-            by_name = [text.partition("=")[0] for text in super().codegen_kwargs()]
-            left = [x.name for x in op._schema.arguments][len(super().codegen_args()) :]
-            if graph.cpp_wrapper or graph.name is not None or left[: len(by_name)] != by_name:
+            names = [text.partition("=")[0] for text in super().codegen_kwargs()]
+            unwritten = [x.name for x in op._schema.arguments][len(super().codegen_args()) :]
+            if graph.cpp_wrapper or graph.name is not None or unwritten[: len(names)] != names:
                 return None
             is_read = [output.get_name() not in graph.removed_buffers for output in outputs]
             used_results = [i for i, read in enumerate(is_read) if read and len(outputs) > 1]

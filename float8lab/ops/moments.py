@@ -1,4 +1,4 @@
-"""Moments of an optimizer in FP8: how they are stored between two steps, and read for the next."""
+"""Optimizer moments in FP8: quantize them between steps, and dequantize them for the next step."""
 
 from __future__ import annotations
 

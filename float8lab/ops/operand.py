@@ -1,4 +1,4 @@
-"""Operands, which casts give and GEMMs take: FP8 data and scales.  M rows, K columns."""
+"""Operands, which casts return and GEMMs take: FP8 data and scales.  M rows, K columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["BlockOperand", "Operand", "Orientations", "Quantized"]
 
 
 class Orientations(NamedTuple):
-    """How a matrix is cast, by its rows and by its columns; None where that is not wanted."""
+    """The specs of a matrix's rowwise and columnwise cast; None: no cast in this orientation."""
 
     rowwise: Float8Spec | None
     columnwise: Float8Spec | None
@@ -23,13 +23,13 @@ class Operand(NamedTuple):
     """A matrix in FP8 that a GEMM contracts along its rows."""
 
     data: Tensor
-    """Padded so that each dimension is a multiple of ``ALIGN``."""
+    """FP8 data, padded so that each dimension is a multiple of ``ALIGN``."""
     scale: Tensor
     """The decode scales."""
 
 
 class BlockOperand(NamedTuple):
-    """An operand with its block, as the GEMM ops take it: ``[rows, K]``, or a batch of these."""
+    """An operand with its block, as the GEMM ops take it: ``[rows, K]``, or a batch of matrices."""
 
     data: Tensor
     scale: Tensor
@@ -37,13 +37,13 @@ class BlockOperand(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """The results of a cast; None stands for each that was not asked for."""
+    """The results of a cast; None for each that was not asked for."""
 
     rowwise: Any = None
     """The ``Operand`` of the matrix, ``[M, K]``."""
     columnwise: Any = None
     """The ``Operand`` of the transpose, ``[K, M]``."""
     requant: Tensor | None = None
-    """What requantizes the matrix bit for bit, beside the scale: the encode factor or the amax."""
+    """With the scale it requantizes the matrix bit for bit: the encode factor or the amax."""
     dbias: Tensor | None = None
-    """The column sums, of all rows or of those of each group, float32."""
+    """The column sums, of all rows or of the rows of each group, float32."""

@@ -14,9 +14,9 @@ _MOST_ROWS, _LARGEST_HEAD = 64, 256
 
 
 def has_paged_attention(rows: int, *heads: int) -> bool:
-    """Whether the kernel takes so many queries, times the heads that share a key/value head.
+    """Whether the kernel takes ``rows``: queries times the heads that share a key/value head.
 
-    ``heads`` are head sizes. A CPU answers as a GPU would.
+    ``heads`` are head sizes. The result for a CPU is the same as for a GPU.
     """
     return rows <= _MOST_ROWS and all(size <= _LARGEST_HEAD for size in heads)
 

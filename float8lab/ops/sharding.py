@@ -1,8 +1,8 @@
-"""DTensors as arguments of ops: each rank runs the op on its shards, as the declaration says.
+"""Ops on DTensors: each rank runs the op on its shards, according to the op's declaration.
 
-A declaration's ``sharding`` names, for one dimension of a device mesh, placements under which every
-rank can do its part alone. Under none of them, a rank needs the whole tensors and computes it all.
-So an op gathers no more than the least that one of these choices needs.
+A declaration's ``sharding`` names, for one dimension of a device mesh, placements under which each
+rank can compute its shard without other ranks. Under other placements, a rank needs the unsharded
+tensors and computes the unsharded result. An op gathers no more than the cheapest choice needs.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from torch.nn import Parameter
 __all__ = ["Placing", "Rule", "takes_dtensors"]
 
 Placing = int | str | None
-"""A placement: ``Shard`` of that dimension, ``Partial`` of that reduction, or ``Replicate``."""
+"""A placement: ``Shard`` of a dimension, ``Partial`` of a reduction, or None: ``Replicate``."""
 
 Rule = Callable[[Any], Iterable[tuple[Sequence[Placing], Mapping[str, Placing]]]]
-"""From the arguments to placements of the results, and of arguments by name or replicated."""
+"""Maps arguments to placements of results, and of arguments by name (others are replicated)."""
 
 
 def takes_dtensors(dtensor: Any, overload: Any, declared: Any, library: Any) -> None:
-    """Have calls of a ``declared`` op with DTensors run on their shards.
+    """Make calls of a ``declared`` op with DTensors run on their shards.
 
     ``dtensor`` is the module ``torch.distributed.tensor``, which takes long to import.
     """
 
     def call(cls: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         defaults, mutates = declared.arguments, declared.mutates
-        given = {**defaults, **dict(zip(defaults, args, strict=False)), **(kwargs or {})}
-        if any(isinstance(given.get(name), Tensor) for name in mutates):
+        arguments = {**defaults, **dict(zip(defaults, args, strict=False)), **(kwargs or {})}
+        if any(isinstance(arguments.get(name), Tensor) for name in mutates):
             raise NotImplementedError(
                 f"{', '.join(mutates)} must be None where {op} gets a DTensor; got a tensor that "
                 "it would write. Call it on local tensors."
             )
         with torch.no_grad():
-            return _call(dtensor, overload, given, declared)
+            return _call(dtensor, overload, arguments, declared)
 
     torch.library.register_torch_dispatch(overload, dtensor.DTensor, call, lib=library)
 
 
-def _call(dtensor: Any, op: Any, given: Mapping[str, Any], declared: Any) -> Any:
-    mesh = next(x.device_mesh for _, x in _tensors(given) if isinstance(x, dtensor.DTensor))
-    unsharded = _map(given, lambda _, x: torch.empty_strided(
+def _call(dtensor: Any, op: Any, arguments: Mapping[str, Any], declared: Any) -> Any:
+    mesh = next(x.device_mesh for _, x in _tensors(arguments) if isinstance(x, dtensor.DTensor))
+    unsharded = _map(arguments, lambda _, x: torch.empty_strided(
         x.shape, x.stride(), dtype=x.dtype, device="meta"
     ))  # fmt: skip
     results = declared.outputs(*unsharded.values())
@@ -58,12 +58,12 @@ def _call(dtensor: Any, op: Any, given: Mapping[str, Any], declared: Any) -> Any
         choices += declared.sharding(SimpleNamespace(**unsharded))
 
     def placement(placing: Placing, x: Tensor) -> Any:
-        # A result that was not wanted is empty and of one dimension, here and as an argument.
+        # A result that was not asked for is empty and has one dimension, also as an argument.
         if placing is None or (type(placing) is int and placing >= x.ndim):
             return dtensor.Replicate()
         return (dtensor.Partial if isinstance(placing, str) else dtensor.Shard)(placing)
 
-    def before(x: Tensor) -> Sequence[Any]:
+    def placements_of(x: Tensor) -> Sequence[Any]:
         if isinstance(x, dtensor.DTensor):
             return x.placements
         if isinstance(x, Parameter):
@@ -71,15 +71,15 @@ def _call(dtensor: Any, op: Any, given: Mapping[str, Any], declared: Any) -> Any
                 f"parameters must be DTensors where {op} gets a DTensor; got a plain one of "
                 f"shape {tuple(x.shape)}. Parallelize its module, as with SequenceParallel."
             )
-        return [dtensor.Replicate()] * mesh.ndim  # the same on all ranks
+        return [dtensor.Replicate()] * mesh.ndim  # an ordinary tensor is the same on all ranks
 
     def bytes_moved(axis: int, choice: tuple[Any, Mapping[str, Placing]]) -> int:
-        moved = 0
-        for name, x in _tensors(given):
-            now, target = before(x)[axis], placement(choice[1].get(name), x)
-            if now != target and not now.is_replicate():
-                moved += x.numel() * x.itemsize
-        return moved
+        nbytes = 0
+        for name, x in _tensors(arguments):
+            current, target = placements_of(x)[axis], placement(choice[1].get(name), x)
+            if current != target and not current.is_replicate():
+                nbytes += x.numel() * x.itemsize
+        return nbytes
 
     axes = range(mesh.ndim)
     chosen = [min(choices, key=lambda choice: bytes_moved(axis, choice)) for axis in axes]
@@ -89,38 +89,38 @@ def _call(dtensor: Any, op: Any, given: Mapping[str, Any], declared: Any) -> Any
         if not isinstance(x, dtensor.DTensor):
             if all(shards.is_replicate() for shards in target):
                 return x
-            x = dtensor.DTensor.from_local(x, mesh, before(x), run_check=False)
-        there: Any = x
-        if tuple(target) != tuple(there.placements):
+            x = dtensor.DTensor.from_local(x, mesh, placements_of(x), run_check=False)
+        sharded: Any = x
+        if tuple(target) != tuple(sharded.placements):
             if not torch.is_grad_enabled():
-                there = there.detach()  # torch 2.11 fails where a parameter is redistributed then
-            there = there.redistribute(mesh, target)
-        return there.to_local()
+                sharded = sharded.detach()  # torch 2.11 cannot redistribute a parameter then
+            sharded = sharded.redistribute(mesh, target)
+        return sharded.to_local()
 
-    shard_results = op(*_map(given, local).values())
-    made = []
+    shard_results = op(*_map(arguments, local).values())
+    wrapped = []
     shards = (shard_results,) if single else shard_results
     for i, (result, shard) in enumerate(zip(results, shards, strict=True)):
         placements = [placement(choice[0][i], shard) for choice in chosen]
         layout = {"shape": result.shape, "stride": result.stride(), "run_check": False}
-        made.append(dtensor.DTensor.from_local(shard, mesh, placements, **layout))
-    return made[0] if single else tuple(made)
+        wrapped.append(dtensor.DTensor.from_local(shard, mesh, placements, **layout))
+    return wrapped[0] if single else tuple(wrapped)
 
 
-def _tensors(given: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
-    """The tensors among arguments, and in lists there, with the argument's name."""
-    for name, value in given.items():
+def _tensors(arguments: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
+    """Yield the tensors among arguments, and in their lists, with the argument's name."""
+    for name, value in arguments.items():
         for x in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(x, Tensor):
                 yield name, x
 
 
-def _map(given: Mapping[str, Any], function: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
-    """``given`` with each tensor replaced by ``function``'s result for it."""
+def _map(arguments: Mapping[str, Any], function: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
+    """Replace each tensor in ``arguments`` by the result of ``function``."""
 
     def change(name: str, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [change(name, x) for x in value]
         return function(name, value) if isinstance(value, Tensor) else value
 
-    return {name: change(name, value) for name, value in given.items()}
+    return {name: change(name, value) for name, value in arguments.items()}

@@ -1,17 +1,17 @@
-"""Any torch optimizer for parameters stored in FP8, by high-precision copies of them.
+"""Run any torch optimizer on parameters stored in FP8, with high-precision copies of them.
 
-Nouns: a *stored* parameter keeps its values in fewer bits than an update needs, which means a
-Float8Tensor or, on request, bfloat16 or float16; its *master* is the high-precision tensor that the
-*inner* optimizer, an ordinary one, sees in its place. A step hands the gradients of stored
-parameters to their masters, lets the inner optimizer step, and writes the masters back. A parameter
-that is not stored is the inner optimizer's own, and so is a frozen one, which then costs nothing.
+A *stored* parameter holds its values in fewer bits than an update needs: it is a Float8Tensor or,
+on request, in bfloat16 or float16. Its *master* is the high-precision tensor that the *inner*
+optimizer, an ordinary one, sees instead. A step passes the gradients of stored parameters to their
+masters, runs the inner optimizer's step, and writes the masters back. Parameters that are not
+stored are given to the inner optimizer directly, as are frozen ones, which then cost nothing.
 
-A DTensor is stored if its local tensor is: its master is a DTensor of the same placements, and
+A DTensor is stored if its local tensor is: its master is a DTensor with the same placements, and
 everything here works shard by shard.
 
-Version counters tell whether a stored parameter has been written to since the last step. If
-something else wrote to it, such as ``load_state_dict``, its master is taken from it once more,
-unless the parameter is still exactly the master's quantized form.
+Version counters tell whether a stored parameter has been written to since the last step. If other
+code wrote to it, such as ``load_state_dict``, its master is made from it once more, unless the
+parameter is still exactly the quantized master.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _State = MutableMapping[str, object]
-"""The state of a parameter in an optimizer."""
+"""The optimizer state of a parameter."""
 _Group = dict[str, Any]
-"""A parameter group, with its parameters, or their indices, under ``"params"``."""
+"""A parameter group, with its parameters or their indices under ``"params"``."""
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -53,32 +53,32 @@ class MasterWeights(torch.optim.Optimizer):
 
     It is a ``torch.optim.Optimizer``: learning-rate schedulers, ``torch.amp.GradScaler``,
     ``clip_grad_norm_`` and ``state_dict`` work as with ``optimizer_class`` itself, and its
-    ``param_groups`` hold the model's own parameters. Without any FP8 parameter it is that
-    optimizer.
+    ``param_groups`` hold the model's own parameters. Without FP8 parameters it acts like
+    ``optimizer_class``.
 
     Numerics: a master starts as the initial value that ``fp8_model_init`` kept, which is freed, or
-    as the dequantized parameter. After each step the parameter is its master quantized with new
-    scales by the parameter's own format and granularity.
+    as the dequantized parameter. After each step the parameter is the master, quantized with new
+    scales in the parameter's own format and granularity.
 
-    Memory: one master for each FP8 parameter that requires a gradient or gets one. Gradients whose
-    dtype is not ``master_dtype`` are cast, all of them, for the duration of ``step``.
+    Memory: one master for each FP8 parameter that requires a gradient or gets one. During ``step``,
+    all gradients with another dtype than ``master_dtype`` are cast.
 
     Args:
-        params: parameters, ``(name, parameter)`` pairs or dicts with options of their own.
+        params: parameters, ``(name, parameter)`` pairs, or dicts with options.
         optimizer_class: called as ``optimizer_class(params, **optimizer_kwargs)``.
         master_dtype: float32, bfloat16 or float16.
-        also_16_bit: bfloat16 and float16 parameters get masters as well.
-        fp8_moments: states of the shape of a large matrix are stored in FP8 between steps.
-        stochastic_rounding: bfloat16 masters, and bfloat16 parameters without one, are updated in
-            float32 and rounded stochastically.
+        also_16_bit: give bfloat16 and float16 parameters masters, too.
+        fp8_moments: store states with the shape of a large matrix in FP8 between steps.
+        stochastic_rounding: update bfloat16 masters, and bfloat16 parameters without a master, in
+            float32 and round them stochastically.
 
     Attributes:
         inner: the optimizer that updates the masters.
         masters: the master of each parameter that has one.
 
     Raises:
-        TypeError: ``optimizer_class`` makes no torch optimizer, or a bad ``master_dtype``.
-        ValueError: the optimizer needs a closure, and anything is rounded.
+        TypeError: ``optimizer_class`` does not make a torch optimizer, or a bad ``master_dtype``.
+        ValueError: the optimizer needs a closure, but rounding was requested.
 
     >>> with float8lab.fp8_model_init(preserve_high_precision_init_val=True):
     ...     model = float8lab.Linear(64, 32, device="cpu")
@@ -89,7 +89,7 @@ class MasterWeights(torch.optim.Optimizer):
     (torch.float32, 'Float8Tensor')
     """
 
-    inner: torch.optim.Optimizer | None = None  # until __init__ has the groups to make it from
+    inner: torch.optim.Optimizer | None = None  # until __init__ has made it from the groups
     masters: dict[Tensor, Tensor]
     _has_stepped = False
 
@@ -117,7 +117,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._make_inner = partial(optimizer_class, **optimizer_kwargs)
         self._written: dict[Tensor, _Written] = {}
         defaults = {ROUNDINGS: 0} if self._storage.rounds else {}
-        super().__init__(params, defaults)  # type: ignore[arg-type]  # which checks them
+        super().__init__(params, defaults)  # type: ignore[arg-type]  # it checks their types
         self.inner = self._make_inner([self._inner_group(g) for g in self.param_groups])
         if not isinstance(self.inner, torch.optim.Optimizer):
             raise TypeError(
@@ -129,10 +129,10 @@ class MasterWeights(torch.optim.Optimizer):
         _copy_options(self.inner.param_groups, self.param_groups)
 
     def add_param_group(self, param_group: _Group) -> None:
-        """Add parameters with options of their own, as ``torch.optim.Optimizer`` does.
+        """Add parameters with separate options, as ``torch.optim.Optimizer`` does.
 
         Raises:
-            TypeError: ``param_group`` is no dict, or its ``"params"`` are no tensors.
+            TypeError: ``param_group`` is not a dict, or its ``"params"`` are not tensors.
         """
         check_instance("param_group", param_group, dict, "a dict")
         params = param_group.get("params")
@@ -146,22 +146,22 @@ class MasterWeights(torch.optim.Optimizer):
             self.inner.add_param_group(self._inner_group(self.param_groups[-1]))
             _copy_options(self.inner.param_groups[-1:], self.param_groups[-1:])
 
-    @torch._disable_dynamo  # which cannot trace what a step asks of parameters stored in FP8
+    @torch._disable_dynamo  # Dynamo cannot trace the handling of parameters stored in FP8
     @torch.no_grad()
     def step(  # type: ignore[override]  # torch has two overloads
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
-        """Update the masters by the gradients of the parameters, and the parameters from them.
+        """Update the masters with the gradients of the parameters, then write the parameters.
 
         Args:
-            closure: reevaluates the model and returns the loss; it sees parameters that agree with
-                their masters, however often the inner optimizer calls it. With ``fp8_moments`` or
+            closure: reevaluates the model and returns the loss; it sees parameters that match their
+                masters, however often the inner optimizer calls it. With ``fp8_moments`` or
                 ``stochastic_rounding`` it is called once, before the update.
         """
         check_callables((), closure=closure)
         inner = self._synchronize()
         if closure is None:
-            self._hand_over_gradients()
+            self._pass_gradients()
             result = self._storage.step(inner)
         elif self._storage.rounds:
             result = self._evaluate(closure)
@@ -175,10 +175,10 @@ class MasterWeights(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, _State]:
-        """The inner optimizer's state of each parameter, and its master as in ``state_dict``.
+        """The inner optimizer's state of each parameter, with its master as in ``state_dict``.
 
-        It is empty before the first step, like that of any torch optimizer: flattened states of
-        ``torch.distributed.checkpoint`` are loaded by the names that it has after one.
+        It is empty before the first step, as in any torch optimizer:
+        ``torch.distributed.checkpoint`` loads flattened states by the names present after a step.
         """
         state: defaultdict[Tensor, _State] = defaultdict(dict)
         inner_state = {} if self.inner is None else self.inner.state
@@ -199,13 +199,13 @@ class MasterWeights(torch.optim.Optimizer):
                 self.inner.state[self.masters.get(p, p)] = inner_entry
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state_dict with each master in the state of its parameter."""
+        """Return the inner optimizer's state_dict with each master in its parameter's state."""
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         packed = self._synchronize().state_dict()
         for index, p in _by_index(packed["param_groups"], self.param_groups):
             if p in self.masters:
-                # A new dict: the inner optimizer's own must not hold the master.
+                # This is a new dict, since the inner optimizer's state must not hold the master.
                 entry = packed["state"].get(index, {})
                 packed["state"][index] = {**entry, MASTER: self.masters[p].detach()}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -217,12 +217,12 @@ class MasterWeights(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` of this class, or of ``optimizer_class`` itself, returned.
 
-        A parameter without a saved master keeps the master it has, if the parameter is that
-        master's quantized form, and otherwise gets the dequantized parameter as its master.
+        A parameter without a saved master keeps its current master if the parameter is the
+        quantized form of it; otherwise its master becomes the dequantized parameter.
 
         Raises:
-            TypeError: ``state_dict`` is no state of an optimizer.
-            ValueError: groups, masters or quantized moments of another shape.
+            TypeError: ``state_dict`` is not the state of an optimizer.
+            ValueError: groups, masters or quantized moments have another shape.
         """
         keys = {"state", "param_groups"}
         if not isinstance(state_dict, Mapping) or not keys <= state_dict.keys():
@@ -242,7 +242,7 @@ class MasterWeights(torch.optim.Optimizer):
                 "state of an optimizer of the same model, made with the same groups."
             )
         entries = [item for item in state_dict["state"].items() if isinstance(item[1], dict)]
-        # A flattened checkpoint has {} for what it lacks.
+        # A flattened checkpoint has {} for missing entries.
         saved = {index: entry[MASTER] for index, entry in entries if entry.get(MASTER, {}) != {}}
         by_index = dict(_by_index(*groups))
         for index, p in by_index.items():
@@ -256,7 +256,7 @@ class MasterWeights(torch.optim.Optimizer):
             post_hook(self)
 
     def _load_masters(self, saved: Sequence[tuple[Tensor | None, Tensor]]) -> None:
-        """Take over saved masters; warn of those whose parameters have none."""
+        """Copy saved masters in; warn of masters whose parameters have none here."""
         loaded = {p: master for p, master in saved if p is not None and p in self.masters}
         for p, master in loaded.items():
             self.masters[p].copy_(master)
@@ -273,7 +273,7 @@ class MasterWeights(torch.optim.Optimizer):
             )
 
     def __getstate__(self) -> dict[str, object]:
-        # Not _written: its versions are those of these very tensors. The next step compares bytes.
+        # _written is left out: its versions hold for these tensors only. A step compares bytes.
         public = ("defaults", "param_groups", "inner", "masters")
         private = ("_master_dtype", "_also_16_bit", "_storage", "_make_inner", "_has_stepped")
         return {name: getattr(self, name) for name in (*public, *private)}
@@ -286,14 +286,14 @@ class MasterWeights(torch.optim.Optimizer):
         return super().__repr__().replace(" (", f" of {type(self.inner).__name__} (", 1)
 
     def _inner_group(self, group: _Group) -> _Group:
-        """A new parameter group as the inner optimizer sees it."""
+        """Return a parameter group for the inner optimizer."""
         params = group["params"]
         for p in params:
             self._make_master(p)
         return {**group, "params": [self.masters.get(p, p) for p in params]}
 
     def _make_master(self, p: Tensor, *, needed: bool = False) -> None:
-        """Give a parameter a master if it is stored and one is ``needed`` or will be."""
+        """Give a stored parameter a master if it is ``needed`` now or will be needed."""
         due = needed or p.requires_grad or p.grad is not None
         if due and self._is_stored(p) and p not in self.masters:
             self.masters[p] = _new_master(p, self._master_dtype)
@@ -306,9 +306,9 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _synchronize(self, needed: set[Tensor] | None = None) -> torch.optim.Optimizer:
-        """Bring masters and the inner optimizer's groups up to date with the parameters.
+        """Update masters and the inner optimizer's groups to match the parameters.
 
-        Between two steps anyone may have changed options, replaced or unfrozen parameters of a
+        Between two steps, user code may have changed options, replaced or unfrozen parameters of a
         group, or written to a parameter.
         """
         if (inner := self.inner) is None:
@@ -323,39 +323,39 @@ class MasterWeights(torch.optim.Optimizer):
                 if local_master.device != local.device:
                     moved = torch.empty_like(local_master, device=local.device)
                     local_master.data = moved.copy_(local_master)
-                if not _describes(local_master, local):  # else the parameter is its quantized form
+                if not _describes(local_master, local):  # the parameter is not its quantized form
                     local_master.copy_(decoded(local))
                 self._written[p] = _Written(p, master)
         return inner
 
     def _match_groups(self, inner: torch.optim.Optimizer, needed: set[Tensor]) -> None:
-        """Put the masters of the parameters now in the groups into the inner optimizer's."""
-        # A parameter that left the meta device, or went there, gets a new master.
-        before = {p: m for p, m in self.masters.items() if m.is_meta == p.is_meta}
+        """Put the masters of the groups' current parameters into the inner optimizer's groups."""
+        # A parameter that was moved from or to the meta device gets a new master.
+        old_masters = {p: m for p, m in self.masters.items() if m.is_meta == p.is_meta}
         self.masters.clear()
         for group, inner_group in zip(self.param_groups, inner.param_groups, strict=True):
             for p in group["params"]:
-                if p in before:
-                    self.masters[p] = before[p]
+                if p in old_masters:
+                    self.masters[p] = old_masters[p]
                 else:
                     self._make_master(p, needed=p in needed)
-            # In place: LBFGS keeps a reference to the list.
+            # The list is changed in place, as LBFGS keeps a reference to it.
             inner_group["params"][:] = [self.masters.get(p, p) for p in group["params"]]
             for p in group["params"]:
-                if p in self.masters and p not in before:
+                if p in self.masters and p not in old_masters:
                     # Some optimizers make the state of a parameter in their constructor.
                     fresh = self._make_inner([{**inner_group, "params": [self.masters[p]]}])
                     inner.state.pop(p, None)
                     inner.state.update(fresh.state)
 
-    def _hand_over_gradients(self) -> None:
+    def _pass_gradients(self) -> None:
         for p, master in self.masters.items():
             if (gradient := p.grad) is not None:
                 gradient = with_local(gradient, decoded(local_of(gradient))).to(master.dtype)
             master.grad = gradient
 
     def _write_parameters(self) -> None:
-        """Write back the masters that the inner optimizer had a gradient for, or changed anyway."""
+        """Write back the masters that had a gradient in the step or were changed otherwise."""
         due = {
             p: master
             for p, master in self.masters.items()
@@ -363,22 +363,22 @@ class MasterWeights(torch.optim.Optimizer):
         }
         write_parameters_(list(due), list(due.values()))
         for p, master in due.items():
-            master.grad = None  # a gradient lives as long as the parameter's, no longer
+            master.grad = None  # freed, since the parameter has its own gradient
             self._written[p] = _Written(p, master)
 
     def _evaluate(self, closure: Callable[[], float]) -> float:
         self._write_parameters()
         with torch.enable_grad():
             loss = closure()
-        # The inner optimizer may have gradients enabled, for the closure's sake.
+        # The inner optimizer may have enabled gradients for the closure.
         with torch.no_grad():
-            self._hand_over_gradients()
+            self._pass_gradients()
         return loss
 
 
 def _is_stale(p: Tensor, master: Tensor) -> bool:
-    """Whether an FP8 parameter may be other than its loaded master's quantized form: files in high
-    precision change its scales. Shards come from files that hold their bytes."""
+    """Whether an FP8 parameter may differ from its loaded master's quantized form. High-precision
+    files change the scales of a parameter; shards come from files with their bytes."""
     if p.is_meta or not isinstance(p, Float8Tensor) or p._shared_scales is not None:
         return False
     return not torch.equal(p.dequantize().to(master.dtype), master)
@@ -388,9 +388,9 @@ def _is_stale(p: Tensor, master: Tensor) -> bool:
 def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     """Overwrite stored parameters with their masters, quantized with new scales.
 
-    This is the one place where a step writes parameters. Those of one format and master dtype are
-    quantized by one op, on a GPU in at most two passes that write their memory directly. Shards of
-    one block have the scale of the whole block.
+    A step writes parameters only here. One op quantizes all those with the same format and master
+    dtype, on a GPU in at most two passes that write their memory directly. Shards of a block get
+    the scale of the unsharded block.
     """
     shards: list[tuple[Tensor, Tensor]] = []
     quantized: list[tuple[Float8Tensor, Tensor]] = []
@@ -418,45 +418,45 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
         local.qdata.copy_(new[0])
     for pairs in rounded.values():
         torch._foreach_copy_([local for local, _ in pairs], [value for _, value in pairs])
-    # The inner tensors were written; the tensors that hold them have not counted that.
+    # The inner tensors were written, but not the version counters of the tensors that hold them.
     holders = [t for p in parameters for t in (p, local_of(p)) if t is not _buffer(p)]
     torch.autograd.graph.increment_version(list(dict.fromkeys(holders)))
 
 
 class _Written:
-    """The versions at which a parameter and its master agree, as far as torch counts them."""
+    """The version counters at which a parameter and its master were last equal."""
 
     def __init__(self, p: Tensor, master: Tensor) -> None:
         buffer = _buffer(p)
-        # None: torch.utils.swap_tensors refuses a parameter that has weak references.
+        # No reference if the parameter is the buffer: torch.utils.swap_tensors forbids weak ones.
         self._buffer = None if buffer is p else weakref.ref(buffer)
         self._versions = _versions(p)
         self.master_version = master._version
 
     def is_current(self, p: Tensor) -> bool:
-        """Whether the parameter has not been written to since."""
+        """Whether the parameter has not been written to since then."""
         has_buffer = self._buffer is None or self._buffer() is _buffer(p)
         return has_buffer and self._versions == _versions(p)
 
 
 def _buffer(p: Tensor) -> Tensor:
-    """The tensor that holds a parameter's data."""
+    """Return the tensor that holds a parameter's data."""
     local = local_of(p)
     return local.qdata if isinstance(local, Float8Tensor) else local
 
 
 def _versions(p: Tensor) -> tuple[object, ...]:
-    """The device of a parameter, and the versions of the tensors that it consists of."""
+    """Return a parameter's device, and the versions of the tensors that it consists of."""
     return p.device, *(tensor._version for tensor in (p, local_of(p), _buffer(p)))
 
 
 def _shares_blocks(p: Tensor) -> bool:
-    """Whether other ranks can hold parts of a block of this shard, as FSDP2 cuts a weight."""
+    """Whether other ranks may hold parts of this shard's blocks, as when FSDP2 cuts a weight."""
     local = local_of(p)
     if local is p or p.ndim != 2 or not isinstance(local, Float8Tensor):
         return False
     row_shard = row_shard_of(p) if hasattr(local, "weight") else None
-    if row_shard is not None:  # FSDP2 sends it, of the rows or columns of tensor parallelism
+    if row_shard is not None:  # FSDP2 gathers it; tensor parallelism may shard it, too
         return row_shard.spec.amax_block[0] != 1 or row_shard.group is not None
     *replicas, last = cast("DTensor", p).placements
     by_rows = bool(last.is_shard(0)) and all(r.is_replicate() for r in replicas)
@@ -465,21 +465,21 @@ def _shares_blocks(p: Tensor) -> bool:
 
 @torch.no_grad()
 def _new_master(p: Tensor, dtype: torch.dtype) -> Tensor:
-    """The master of a stored parameter, of the best initial value there is."""
+    """Make the master of a stored parameter from the most precise initial value available."""
     local = local_of(p)
     value = decoded(local)
     if isinstance(local, Float8Tensor):
         initial = local.get_high_precision_init_val()
         if initial is not None:
             initial = initial.to(local.device)
-            # A checkpoint may have been loaded since.
+            # A checkpoint may have been loaded since the initialization.
             value = initial if _describes(initial, local) else value
             local.clear_high_precision_init_val()
     return with_local(p, value.to(dtype, copy=True).contiguous()).detach().requires_grad_()
 
 
 def _describes(value: Tensor, local: Tensor) -> bool:
-    """Whether a stored tensor is exactly ``value`` quantized by its scales."""
+    """Whether a stored tensor is exactly ``value`` quantized with the tensor's scales."""
     if value.shape != local.shape or value.is_meta or local.is_meta:
         return False
     if not isinstance(local, Float8Tensor):
@@ -489,7 +489,7 @@ def _describes(value: Tensor, local: Tensor) -> bool:
 
 
 def _copy_options(source: Sequence[_Group], destination: Sequence[_Group]) -> None:
-    """Copy the options of parameter groups to others, which keep their parameters."""
+    """Copy options of parameter groups to other groups, which keep their parameters."""
     for options, group in zip(source, destination, strict=True):
         params = group["params"]
         group.clear()
@@ -497,6 +497,6 @@ def _copy_options(source: Sequence[_Group], destination: Sequence[_Group]) -> No
 
 
 def _by_index(packed: Sequence[_Group], groups: Sequence[_Group]) -> list[tuple[int, Tensor]]:
-    """Parameters of groups, each with its index in the groups of a state_dict."""
+    """Pair the parameters of groups with their indices in the groups of a state_dict."""
     members = (chain.from_iterable(g["params"] for g in listed) for listed in (packed, groups))
     return list(zip(*members, strict=False))  # load_state_dict checks the sizes

@@ -1,14 +1,14 @@
-"""States that an optimizer stores in fewer bits between two steps, and bfloat16 parameters.
+"""Optimizer states that are stored in fewer bits between steps, and bfloat16 parameters.
 
-Nouns: a *moment* is a floating-point state of the shape of its parameter, such as ``exp_avg``.
-Between steps ``exp_avg.bits`` and ``exp_avg.scale`` stand for it: bytes, and scales of blocks of
-128 values of the last dimension. A step dequantizes the moments of a *chunk* of parameters at a
-time. A byte holds a root, a whole number, and the value's sign; of a moment of squares, which has
-none, a fourth root. So the spacing of values grows with their root: 2 % at half the largest one.
+A *moment* is a floating-point state with the shape of its parameter, such as ``exp_avg``. Between
+steps ``exp_avg.bits`` and ``exp_avg.scale`` represent it: bytes, and scales of blocks of 128 values
+along the last dimension. A step dequantizes the moments of a *chunk* of parameters at a time. A
+byte holds the square root as an integer, and the sign; for a moment of squares, which has no sign,
+it holds the fourth root. So the spacing of values grows with their root: 2 % at half the largest.
 
-Rounding is stochastic: a moving average moves by 0.1 % in a step where a byte can tell 1 to 4 %,
-and rounded to nearest it would stand still. The random bits are a hash of the value, the step's
-number and the place in the block: shards, replicas and resumed runs round as the first does.
+Rounding is stochastic: a moving average changes by 0.1 % in a step, while a byte resolves 1 to 4 %,
+so rounding to nearest would keep it constant. The random bits are a hash of the value, the step's
+number and the position in the block, so shards, replicas and resumed runs round alike.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from float8lab.tensor.dtensor import is_dtensor, local_of, with_local
 __all__ = ["MASTER", "ROUNDINGS", "Storage", "check_state"]
 
 MASTER = "master"
-"""Key of a master in the ``state`` of a state_dict."""
+"""The key of a master in the ``state`` of a state_dict."""
 ROUNDINGS = "roundings"
-"""Key of the number of steps that rounded stochastically, in a parameter group."""
+"""The key, in a parameter group, of the number of steps that rounded stochastically."""
 QDATA, SCALE, E4M3_DATA = ".bits", ".scale", ".qdata"
-"""Suffixes of the names of a quantized moment's tensors, uint8; the last is of older versions."""
+"""Suffixes of the names of a quantized moment's uint8 tensors; the last one is obsolete."""
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
-"""Moments of squares in torch's optimizers. One of another name is stored as it is."""
+"""Moments of squares in torch's optimizers. Moments with other names are stored with a sign."""
 FEWEST, CHUNK = 4096, 2**24
-"""Values of the smallest parameter with FP8 moments, and of a chunk if it can be cut."""
+"""The least size of a parameter with FP8 moments, and the size of a chunk if it can be cut."""
 
 _Moments = dict[str, Tensor]
-"""The state of a parameter in an optimizer, of which only tensors are looked at."""
+"""The state of a parameter in an optimizer; only its tensors are considered."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How moments and bfloat16 parameters are kept between the steps of an optimizer."""
+    """How moments and bfloat16 parameters are stored between the steps of an optimizer."""
 
     fp8_moments: bool
     stochastic_rounding: bool
@@ -58,7 +58,7 @@ class Storage:
         return self.fp8_moments or self.stochastic_rounding
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if an optimizer must have a closure, as LBFGS must."""
+        """Raise if an optimizer needs a closure, as LBFGS does."""
         closure = signature(optimizer.step).parameters.get("closure")
         if self.rounds and closure is not None and closure.default is closure.empty:
             raise ValueError(
@@ -67,26 +67,26 @@ class Storage:
             )
 
     def step(self, optimizer: torch.optim.Optimizer) -> float | None:
-        """Let an optimizer step, on a few parameters at a time if anything is rounded.
+        """Run an optimizer's step, on a few parameters at a time if anything is rounded.
 
-        Each chunk sees the options that groups had before the step; some optimizers count in them.
-        If the optimizer raises, the stored moments of the chunk stay as they were.
+        Each chunk sees the options that groups had before the step, since some optimizers count in
+        them. If the optimizer raises, the stored moments of the chunk are unchanged.
         """
         if not self.rounds:
             return optimizer.step()
         groups = optimizer.param_groups
         number = 1 + max(int(group.get(ROUNDINGS, 0)) for group in groups)
-        before = [{**group, ROUNDINGS: number} for group in groups]
+        saved_groups = [{**group, ROUNDINGS: number} for group in groups]
         try:
-            for chunk in _chunks([p for group in before for p in group["params"]]):
+            for chunk in _chunks([p for group in saved_groups for p in group["params"]]):
                 copies = {p: self._copy(p) for p in chunk}
-                for group, options in zip(groups, before, strict=True):
+                for group, options in zip(groups, saved_groups, strict=True):
                     params = [copies[p] for p in options["params"] if p in copies]
                     group.clear()
                     group.update(options, params=params)
                 self._step_chunk(optimizer, copies, number)
         finally:
-            for group, options in zip(groups, before, strict=True):
+            for group, options in zip(groups, saved_groups, strict=True):
                 group["params"] = options["params"]
         return None
 
@@ -97,7 +97,7 @@ class Storage:
         try:
             for p in [p for p in copies if p in state]:
                 entry = state[copies[p]] = state.pop(p)
-                if copies[p] is not p:  # Adagrad's constructor makes states, in bfloat16
+                if copies[p] is not p:  # the constructor of Adagrad makes states in bfloat16
                     tensors = [(name, x) for name, x in entry.items() if torch.is_tensor(x)]
                     entry.update({name: x.float() for name, x in tensors if x.dtype == p.dtype})
                 _dequantize_moments(copies[p], entry)
@@ -114,7 +114,7 @@ class Storage:
                     state[p].pop(name, None)
 
     def _copy(self, p: Tensor) -> Tensor:
-        """The parameter that the optimizer sees: a copy in float32 where it is to be rounded."""
+        """Return the parameter for the optimizer: a float32 copy if it is to be rounded."""
         if p.grad is None or not self._rounds(p):
             return p
         copy = p.detach().float().requires_grad_()
@@ -125,7 +125,7 @@ class Storage:
         return self.stochastic_rounding and p.dtype == torch.bfloat16
 
     def _quantizes(self, p: Tensor) -> bool:
-        """Whether moments of a parameter are quantized; not if a shard could end inside a block."""
+        """Whether a parameter's moments are quantized; no shard may end inside a block."""
         if not self.fp8_moments or p.ndim < 2 or p.numel() < FEWEST:
             return False
         placements = zip(p.placements, p.device_mesh.shape, strict=True) if is_dtensor(p) else ()
@@ -136,17 +136,17 @@ class Storage:
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, object],
         parameters: Mapping[int, Tensor],
     ) -> None:  # fmt: skip
-        """Let an optimizer load a state without its masters, for parameters by their indices.
+        """Load a state without its masters into an optimizer, for parameters by their indices.
 
-        Alone it would cast quantized moments, the float32 states of bfloat16 parameters and
-        numbers such as NAdam's ``mu_product``. The next step quantizes the moments that are not.
+        The optimizer's own method would cast quantized moments, float32 states of bfloat16
+        parameters and numbers (NAdam's ``mu_product``). The next step quantizes other moments.
         """
         state = dict(cast("dict[int, _Moments]", state_dict["state"]))
         exact: dict[Tensor, _Moments] = {}
         for index, p in parameters.items():
             entry = {k: x for k, x in state.pop(index, {}).items() if k != MASTER}
             exact[p] = self._states_to_keep(p, entry)
-            # Torch gets the numbers, too: some optimizers ask for them in a state that they load.
+            # Torch gets numbers, too, since some optimizers look for them in a loaded state.
             if entry := {k: x for k, x in entry.items() if k not in exact[p] or not x.ndim}:
                 state[index] = entry
         optimizer.load_state_dict({**state_dict, "state": state})
@@ -160,31 +160,31 @@ class Storage:
                     del optimizer.state[p][name + QDATA], optimizer.state[p][name + SCALE]
 
     def _states_to_keep(self, p: Tensor, entry: _Moments) -> _Moments:
-        """The tensors of a saved state that keep their dtype, whatever the parameter's."""
+        """Return the tensors of a saved state that must keep their dtype."""
         suffixes = ("",) if self._rounds(p) else (QDATA, SCALE)
         tensors = [(k, x) for k, x in entry.items() if torch.is_tensor(x) and k != "step"]
         return {k: x for k, x in tensors if k.endswith(suffixes) or not x.ndim}
 
 
 def _chunks(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Cut parameters into chunks, one at least."""
+    """Group parameters into chunks, at least one."""
     ends_at = accumulate(local_of(p).numel() for p in parameters)
     chunks = groupby(zip(ends_at, parameters, strict=True), lambda pair: pair[0] // CHUNK)
     return [[p for _, p in pairs] for _, pairs in chunks] or [[]]
 
 
 def _quantized(entry: _Moments) -> list[str]:
-    """The names of the moments that a state holds quantized."""
+    """Return the names of the moments that a state holds in quantized form."""
     return [name.removesuffix(QDATA) for name in entry if name.endswith(QDATA)]
 
 
 def _scale_shape(shape: torch.Size) -> torch.Size:
-    """The shape of the scales of a moment, or of a shard of one."""
+    """Return the shape of the scales of a moment or of its shard."""
     return torch.Size((*shape[:-1], *(-(-size // BLOCK) for size in shape[-1:])))
 
 
 def check_state(index: int, p: Tensor, entry: _Moments) -> None:
-    """Raise unless the master and quantized moments in the state of a parameter fit it."""
+    """Raise unless the master and quantized moments in a parameter's state fit the parameter."""
     if old := next((name for name in entry if name.endswith(E4M3_DATA)), None):
         raise ValueError(
             f"state_dict must have moments as roots, such as exp_avg{QDATA}; got {old} of "
@@ -203,10 +203,10 @@ def check_state(index: int, p: Tensor, entry: _Moments) -> None:
 
 
 def _quantize_moments(p: Tensor, entry: _Moments, step: int) -> None:
-    """Write the quantized form of the moments in the state of a parameter beside them."""
+    """Add the quantized form of each moment to the state of a parameter."""
     for name, moment in list(entry.items()):
-        is_alike = torch.is_tensor(moment) and moment.shape == p.shape
-        if not is_alike or not moment.is_floating_point():
+        has_same_shape = torch.is_tensor(moment) and moment.shape == p.shape
+        if not has_same_shape or not moment.is_floating_point():
             continue
         values = local_of(moment)
         for end, shape_of in ((QDATA, torch.Size), (SCALE, _scale_shape)):
@@ -220,11 +220,11 @@ def _quantize_moments(p: Tensor, entry: _Moments, step: int) -> None:
 
 
 def _dequantize_moments(p: Tensor, entry: _Moments) -> None:
-    """Add the moments that the state of a parameter holds quantized, in the parameter's dtype."""
+    """Add the values of quantized moments, in the parameter's dtype, to a parameter's state."""
     for name in _quantized(entry):
         data, scale = local_of(entry[name + QDATA]), local_of(entry[name + SCALE])
         values, like = dequantize_moment(data, scale, name in SQUARES), local_of(p)
         if like.dtype != values.dtype or not like.is_contiguous():
-            # Fused optimizers ask for the memory format of the parameter.
+            # Fused optimizers require the memory format of the parameter.
             values = torch.empty_like(like).copy_(values)
         entry[name] = with_local(p, values)

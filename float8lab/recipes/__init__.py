@@ -1,4 +1,4 @@
-"""Recipes (data), autocast (what is in force) and delayed-scaling state."""
+"""Recipes as data, the autocast settings in force, and the state of delayed scaling."""
 
 from float8lab.recipes.auto import Auto
 from float8lab.recipes.recipe import (

@@ -1,10 +1,10 @@
-"""Predict which recipe pays for a linear layer, from rates measured on a Hopper GPU.
+"""Predict which recipe speeds up a linear layer, from rates measured on a Hopper GPU.
 
 M tokens, N out features, K in features.
 
-A model's calls take CPU time as well. The CPU may be layers ahead of the GPU, or the GPU may wait
-for it, so a model's layers take the sum of their GPU times or the sum of their CPU times, whichever
-is more. The times are those of ``float8lab/recipes/cost.py``.
+A model's calls take CPU time as well. Either the CPU runs ahead of the GPU, or the GPU waits for
+the CPU. So a model's layers take the larger of two times: the sum of their GPU times and the sum of
+their CPU times. The times are those of ``float8lab/recipes/cost.py``.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from float8lab.recipes.recipe import ALL, Recipe
 __all__ = ["TIE", "Auto", "Prediction", "choose", "explain", "predict"]
 
 TIE = 0.02
-"""Times that differ by no more count as equal: then the better numerics are preferred."""
+"""The relative difference up to which times count as equal, and better numerics are preferred."""
 
 
 Prediction = Mapping[Recipe | None, Parts]
-"""Times of one layer in high precision (None) and by recipe, best numerics first."""
+"""Times of a layer in high precision (None) and for each recipe, best numerics first."""
 
 
 def predict(
     shapes: Iterable[Sequence[int]], recipes: Iterable[Recipe], *, tokens: int, mode: str
 ) -> Prediction:
-    """Predict times of weights ``(N, K)``, or experts' ``(E, N, K)``, in bfloat16 and by recipe."""
+    """Predict times of weights ``(N, K)`` or ``(E, N, K)``, in bfloat16 and for each recipe."""
     prediction = {}
     shapes = tuple(shapes)
     for recipe in (None, *recipes):
@@ -43,12 +43,12 @@ def predict(
 
 
 def choose(predictions: Sequence[Prediction]) -> list[Recipe | None]:
-    """The recipe of each layer of a model, None for high precision.
+    """Return the recipe of each layer of a model, None for high precision.
 
-    Each layer gets the choice with the least GPU time, or one with better numerics that takes 2 %
-    more at most. If all their CPU time together is more than their GPU time, the layers that save
-    the least GPU time for the CPU time they cost go back to high precision, until it is not, or
-    until the step would take longer for it.
+    Each layer gets the choice with the least GPU time, or one with better numerics that takes at
+    most 2 % more. If the layers then take more CPU time than GPU time in all, those that save the
+    least GPU time per CPU time go back to high precision, one by one, until GPU time dominates or
+    the step would take longer.
 
     >>> recipes = (float8lab.recipes.Float8CurrentScaling(),)
     >>> small, large = (
@@ -80,13 +80,13 @@ def choose(predictions: Sequence[Prediction]) -> list[Recipe | None]:
 
 
 def _fastest(prediction: Prediction) -> Recipe | None:
-    """The choice with the least GPU time; of those that tie the first, None for high precision."""
+    """Return the choice with the least GPU time (None: high precision); the first of a tie."""
     limit = (1 + TIE) * min(times.gpu for times in prediction.values())
     return next(recipe for recipe, times in prediction.items() if times.gpu <= limit)
 
 
 def explain(prediction: Prediction, chosen: Recipe | None) -> str:
-    """Why a layer got its recipe, in a few words."""
+    """Say in a few words why a layer got its recipe."""
     bf16 = prediction[None]
     if chosen is not None:
         return f"{chosen!r}: {_show_parts(prediction[chosen])}, bfloat16 {_show(bf16.gpu)}"
@@ -117,18 +117,18 @@ def _show(seconds: float) -> str:
 class Auto:
     """A choice of a recipe for each layer, by predicted time, for ``convert_to_float8``.
 
-    A layer for which none is predicted to be faster stays in high precision. Times are those of a
+    A layer stays in high precision if no recipe is predicted to be faster. Times are those of a
     training step on a Hopper GPU against bfloat16, whatever the model's device and dtype.
     """
 
     tokens: int = 16384
-    """Rows of a layer's input in one call, on one GPU: sequences times positions. Experts get as
-    many, times the ``num_experts_per_tok`` of their ``config``, if they have one."""
+    """Rows of a layer's input in one call, on one GPU: sequences times positions. For experts, they
+    are multiplied by the ``num_experts_per_tok`` of their ``config``, if there is one."""
     mode: str = "eager"
     """How the model will run: ``"eager"``, ``"compile"``, or in a ``"cuda_graph"``, which takes no
     CPU time."""
     candidates: tuple[Recipe, ...] = tuple(r for r in reversed(ALL.values()) if has_rates(r))
-    """Recipes to choose from. Of those within 2 % of the fastest the first is taken."""
+    """Recipes to choose from. The first of those within 2 % of the fastest is taken."""
 
     def __post_init__(self) -> None:
         tokens, candidates = self.tokens, self.candidates

@@ -1,26 +1,26 @@
-"""Seconds of GPU and CPU that the work of a training step takes, from rates measured on an H200.
+"""Predict GPU and CPU seconds of the work of a training step, from rates measured on an H200.
 
 M tokens, N out features, K in features, E experts.
 
 A training step of a linear layer is three GEMMs of ``2 M N K`` operations and, in FP8, a cast of x,
-w and dy in both orientations. Experts share the tokens, but each has a weight of its own, which is
-read and cast. Their calls take CPU time too, whatever its size. ``recipes.Auto``,
+w and dy in both orientations. Experts share the tokens, but each expert has its own weight, which
+is read and cast. Calls also take CPU time, whatever the size of their tensors. ``recipes.Auto``,
 ``inspect.advise`` without a GPU and ``python -m float8lab scale`` all predict by these functions.
 
 Sources: benchmarks/RESULTS.md, one H200.
 
-- GEMM rates: floors of "Linear layer" at commit 8b34738, less the bytes of the casts at the rate of
-  a copy, median of the three shapes; of blocks, and how much faster fprop by rows is, "GEMM".
-- Casts: the line through the two sizes of "Quantize", but for blocks at that commit. What a norm or
-  an activation adds: the three tables below them at commit 8b420462; for rows, which have none
-  there, the rows of "Norm and MLP" on an H100, whose times count by its rate of a copy. Of experts:
-  those with which "Grouped linear layer" was met within 10 % on an H200 at cbf53cf; a grouped GEMM
-  takes the hypotenuse of computing and moving alone.
-- CPU: "CPU overhead", a layer alone; in models about half of that, with room for other calls.
+- GEMM rates: floors of "Linear layer" at commit 8b34738, minus the bytes of the casts at the rate
+  of a copy, median of the three shapes. The rates of blocks, and the gain of fprop by rows: "GEMM".
+- Casts: the line through the two sizes of "Quantize"; for blocks, at that commit. The time that a
+  norm or an activation adds: the three tables below "Quantize" at commit 8b420462; for rows, which
+  are missing there, the rows of "Norm and MLP" on an H100, scaled by its rate of a copy. Experts:
+  times with which "Grouped linear layer" was met within 10 % on an H200 at cbf53cf; a grouped GEMM
+  takes the hypotenuse of its compute time and its memory time.
+- CPU: "CPU overhead" for a single layer; models take about half, which leaves time for other calls.
 - Attention: the line through the three shapes of "FP8 attention".
-- Sustained load, under which the GPU is at its power limit: GEMMs and attention are slower by as
-  much as the rows of "Training steps of 8 layers" exceed the parts measured alone.
-- Sharding: "FSDP2", on 2 H200s, beside those rows.
+- Sustained load, with the GPU at its power limit: GEMMs and attention slow down by the excess of
+  the rows of "Training steps of 8 layers" over the parts measured separately.
+- Sharding: "FSDP2", on 2 H200s, compared with those rows.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from float8lab.recipes.recipe import Recipe
 
 __all__ = [
     "MODES", "SHARDING", "Parts", "attention", "cast", "estimate", "gemm", "has_rates",
-    "moved", "sources",
+    "moved", "prologues",
 ]  # fmt: skip
 
 MODES = ("eager", "compile", "cuda_graph")
 """How a model's calls reach the GPU."""
 SHARDING = 14e-12
-"""GPU time, for each parameter and step, of gathering sharded parameters for forward and for
-backward and of scattering their gradients: copies, and what computes slower beside it."""
+"""GPU seconds per parameter and step of gathering sharded parameters for forward and backward and
+of scattering their gradients: the copies, and the slowdown of kernels that run beside them."""
 
 
-class _Sources(NamedTuple):
-    """GPU time for each element that a norm, an activation or its gradient computes.
+class _PrologueTimes(NamedTuple):
+    """GPU seconds per element for computing a norm, an activation or an activation's gradient.
 
-    In FP8 it comes on top of the cast, within which the element is computed.
+    In FP8 this time is added to that of the cast, which computes the element.
     """
 
     norm: float
@@ -56,68 +56,68 @@ class _Sources(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Rates:
-    """Rates and times, in seconds, of layers whose tensors have scales of one kind."""
+    """Rates, and times in seconds, of layers whose tensors have one kind of scales."""
 
     gemm: tuple[float, float, float]
-    """Operations a second of fprop, dgrad and wgrad."""
+    """Operations per second of fprop, dgrad and wgrad."""
     cast: float = 0.0
-    """GPU time for each element in both orientations; 0 in high precision."""
+    """GPU time per element cast in both orientations; 0 in high precision."""
     grouped_cast: float = 0.0
-    """The same of tensors that experts share, or have one each of."""
+    """The same for tensors that experts share, or that hold one weight per expert."""
     cast_start: float = 0.0
-    """GPU time for each tensor, whatever its size."""
+    """GPU time per tensor, whatever its size."""
     eager: float
     """CPU time of forward and backward."""
     compiled: float
-    """The same in a compiled graph: the ops alone, 170 us in forward and as much in backward."""
+    """The same in a compiled graph: only the ops, 170 us in forward and as much in backward."""
     slowdown: float
-    """How much longer a GEMM takes under sustained load."""
-    sources: _Sources
+    """Factor by which a GEMM takes longer under sustained load."""
+    prologues: _PrologueTimes
     attention: float
-    """GPU time of attention for each element of q: casts, and what grows with them."""
+    """GPU time of attention per element of q: casts, and other work proportional to q."""
 
     def cpu(self, mode: str) -> float:
-        """CPU time of forward and backward; a CUDA graph needs none."""
+        """Return the CPU time of forward and backward; a CUDA graph needs none."""
         return {"eager": self.eager, "compile": self.compiled, "cuda_graph": 0.0}[mode]
 
 
 _COPY = 4.27e12
-"""Bytes a second, read and written."""
+"""Bytes per second, read and written."""
 _GEMM_START = 3.8e-6
-"""GPU time of a kernel that has next to nothing to do: that of a cast with a given scale."""
+"""GPU time of a kernel with almost no work: that of a cast with a given scale."""
 _BFLOAT16 = _Rates(
     gemm=(763e12, 763e12, 763e12), eager=93e-6, compiled=42e-6, slowdown=1.13,
-    sources=_Sources(1.03e-12, 1.52e-12, 1.27e-12), attention=4.8e-12,
+    prologues=_PrologueTimes(1.03e-12, 1.52e-12, 1.27e-12), attention=4.8e-12,
 )  # fmt: skip
 _ATTENTION = {False: 581e12, True: 812e12}
-"""Operations a second of attention, forward and backward, by whether it is in FP8; heads of 128."""
+"""Operations per second of attention, forward and backward, by whether it is FP8; head size 128."""
 _FP8: dict[tuple[tuple[int, ...], bool], _Rates] = {
     ((-1, -1), True): _Rates(
         gemm=(1451e12, 1451e12, 1451e12), slowdown=1.20,
         cast=1.03e-12, grouped_cast=1.36e-12, cast_start=3.8e-6, eager=1316e-6, compiled=340e-6,
-        sources=_Sources(0.19e-12, 0.48e-12, 0.51e-12), attention=12e-12,
+        prologues=_PrologueTimes(0.19e-12, 0.48e-12, 0.51e-12), attention=12e-12,
     ),
     ((-1, -1), False): _Rates(
         gemm=(1451e12, 1451e12, 1451e12), slowdown=1.20,
         cast=1.49e-12, grouped_cast=1.89e-12, cast_start=9.0e-6, eager=1163e-6, compiled=340e-6,
-        sources=_Sources(0.19e-12, 0.92e-12, 0.78e-12), attention=14e-12,
+        prologues=_PrologueTimes(0.19e-12, 0.92e-12, 0.78e-12), attention=14e-12,
     ),
     ((1, -1), False): _Rates(
         gemm=(1545e12, 1351e12, 1351e12), slowdown=1.24,
         cast=1.68e-12, grouped_cast=2.54e-12, cast_start=12.6e-6, eager=1300e-6, compiled=340e-6,
-        sources=_Sources(1.00e-12, 2.20e-12, 2.20e-12), attention=14e-12,
+        prologues=_PrologueTimes(1.00e-12, 2.20e-12, 2.20e-12), attention=14e-12,
     ),
     ((1, 128), False): _Rates(
         gemm=(1290e12, 1290e12, 1040e12), slowdown=1.22,
         cast=1.05e-12, grouped_cast=1.42e-12, cast_start=4.6e-6, eager=1319e-6, compiled=340e-6,
-        sources=_Sources(0.18e-12, 0.61e-12, 0.79e-12), attention=14e-12,
+        prologues=_PrologueTimes(0.18e-12, 0.61e-12, 0.79e-12), attention=14e-12,
     ),
 }  # fmt: skip
-"""Rates by the block of x that has one scale, and by whether scales are delayed."""
+"""Rates by the block shape of x, and by whether scales are delayed."""
 
 
 class Parts(NamedTuple):
-    """Seconds of a training step, the GPU's by kind of work."""
+    """Seconds of a training step; GPU time is split by kind of work."""
 
     quantize: float
     gemm: float
@@ -125,7 +125,7 @@ class Parts(NamedTuple):
 
     @property
     def gpu(self) -> float:
-        """All of the GPU's."""
+        """All GPU time."""
         return self.quantize + self.gemm
 
 
@@ -149,10 +149,10 @@ def estimate(
 ) -> Parts:  # fmt: skip
     """Predict the time of a linear layer's training step on a Hopper GPU; None is bfloat16.
 
-    Experts share the ``M`` rows. ``sustained`` is as in training for long, at the power limit.
+    Experts share the ``M`` rows. ``sustained``: the GPU is at its power limit, as in long training.
 
     Raises:
-        ValueError: the recipe's kind of scales was not measured, since Hopper has no GEMM for it.
+        ValueError: the recipe's kind of scales was not measured, as Hopper has no GEMM for it.
 
     >>> from float8lab.recipes import DelayedScaling
     >>> bf16, fp8 = (estimate(r, 16384, 4096, 14336).gpu for r in (None, DelayedScaling()))
@@ -172,7 +172,7 @@ def estimate(
 
 
 def cast(recipe: Recipe | None, elements: int, *, grouped: bool = False) -> float:
-    """GPU seconds of a cast in both orientations, ``grouped`` by experts; none in bfloat16."""
+    """Return GPU seconds of a cast in both orientations, ``grouped`` by experts; 0 in bfloat16."""
     rates = _rates(recipe)
     return rates.cast_start + elements * (rates.grouped_cast if grouped else rates.cast)
 
@@ -181,9 +181,9 @@ def gemm(
     recipe: Recipe | None, op: str, rows: float, columns: float, depth: float, experts: int = 1,
     *, sustained: bool = False,
 ) -> float:  # fmt: skip
-    """GPU seconds of one GEMM: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``; ``depth`` is contracted.
+    """Return GPU seconds of the GEMM ``"fprop"``, ``"dgrad"`` or ``"wgrad"`` that contracts depth.
 
-    The sizes are those of one expert, where the GEMMs of several are one grouped GEMM.
+    For several experts, whose GEMMs are one grouped GEMM, the sizes are those of one expert.
 
     >>> print(f"{1e3 * gemm(None, 'fprop', 16384, 4096, 4096):.2f} ms")
     0.72 ms
@@ -198,13 +198,13 @@ def gemm(
 def attention(
     recipe: Recipe | None, size: float, length: int, *, causal: bool = True, sustained: bool = False
 ) -> float:
-    """GPU seconds of attention, forward and backward; in FP8 if the recipe has ``fp8_dpa``.
+    """Return GPU seconds of attention, forward and backward; in FP8 if the recipe has ``fp8_dpa``.
 
     Args:
         recipe: None is bfloat16.
         size: elements of q, in all sequences and heads.
         length: positions that each query may see.
-        causal: whether a query sees half of them, on average.
+        causal: each query sees half of them on average.
 
     >>> print(f"{1e3 * attention(None, 16384 * 4096, 4096):.2f} ms")
     3.63 ms
@@ -216,10 +216,10 @@ def attention(
 
 
 def moved(size: float) -> float:
-    """GPU seconds of reading or writing so many bytes."""
+    """Return GPU seconds of reading or writing ``size`` bytes."""
     return size / _COPY
 
 
-def sources(recipe: Recipe | None) -> _Sources:
-    """GPU seconds for each element of what norms and activations compute, beside any cast."""
-    return _rates(recipe).sources
+def prologues(recipe: Recipe | None) -> _PrologueTimes:
+    """Return GPU seconds per element of norms and activations, without any cast."""
+    return _rates(recipe).prologues

@@ -1,27 +1,27 @@
 """Delayed-scaling state: amax history and scale of every tensor that a module casts.
 
-A *slot* is the state of one cast tensor, or of one expert's part of it: an amax accumulator, an
-encode factor and the scale that is 1 over it, a history column. Casts multiply by the encode
-factor, which the scale does not tell exactly unless it is a power of two; a scale that comes from
-elsewhere has 1 over it. A module's slots for one recipe are a ``DelayedSlots``; the slots of many
-modules lie side by side in a ``ScalePack``, so that one launch advances them all (``reduction.py``
-makes ranks agree). Each ``DelayedSlots`` starts in a pack of its own; the first region in which
-several packs are used merges them.
+A *slot* is the state of one cast tensor, or of one expert's part of it: an amax accumulator, a
+decode scale with its encode factor, and a column of the history. Casts multiply by the encode
+factor. The scale is 1 / encode factor, from which the factor can be restored exactly only if it is
+a power of two; a scale loaded without its encode factor gets 1 / scale. A ``DelayedSlots`` holds
+one module's slots for one recipe. A ``ScalePack`` stores the slots of many modules side by side, so
+that one launch advances them all (``reduction.py`` makes the ranks agree). Each ``DelayedSlots``
+starts in a pack of its own; the first region that uses several packs merges them.
 
-A rank that holds some of a module's experts has the slots of all of them, so that columns mean the
-same on every rank; those of experts elsewhere record nothing here. An expert has its first scale
-from its own first rows, in whatever step they come. Until all have one, casts look for amaxes.
+A rank that holds some of a module's experts has slots for all of them, so that a column means the
+same on every rank; the slots of experts on other ranks record nothing. An expert gets its first
+scale from its first rows, in whatever step they come; until all have one, casts compute amaxes.
 
-Casts never read ``ScalePack.factors`` themselves but a copy, which all slots' casts share from one
-update to the next: what backward or a recomputation saved stays what the forward used. Where a CUDA
-graph records them, each cast makes its own copy in the graph, since a replay updates them unseen; a
-pack that was recorded keeps its tensors, and is not merged any more. In a compiled graph a cast
-reads the factors where they are kept, and its result has a copy that no other cast has: a compiler
-may write there once the graph has read it for the last time. One launch copies those of all casts.
+Casts never read ``ScalePack.factors`` itself. They share a copy that is replaced at each update, so
+tensors saved for backward or a recomputation keep the forward's factors. In a CUDA graph each cast
+copies the factors inside the graph, since replays update them unseen; a pack recorded by a graph
+keeps its tensors and is no longer merged. In a compiled graph a cast reads ``factors`` directly and
+its result holds a copy that no other cast uses, since a compiler may overwrite it after its last
+use. One launch makes the copies for all casts.
 
-What an exception interrupts is forgotten. A region tells its packs so. They hear nothing of a
-backward pass that was interrupted: its graph task, which owns the callback for its end, is then
-freed without having called it.
+Amaxes recorded before an exception are discarded. A region tells its packs about an exception. An
+interrupted backward pass tells them nothing: torch frees its graph task, which owns the callback
+for the end of the pass, without calling it.
 """
 
 from __future__ import annotations
@@ -54,69 +54,69 @@ __all__ = [
 _TENSORS = ("history", "amax", "factors", "previous", "seeded", "steps", "fp8_max", "forward")
 
 _ROWS = ("scale", "encode")
-"""The rows of ``factors``."""
+"""The names of the two rows of ``factors``."""
 
 
 class Factors(NamedTuple):
-    """The factors that decode and encode a tensor: each ``[1]``; of experts, ``[E, 1, 1]``."""
+    """The decode scale and encode factor of a tensor, each ``[1]``; for experts ``[E, 1, 1]``."""
 
     scale: Tensor
     encode: Tensor
 
     @staticmethod
     def of(pair: Tensor) -> Factors:
-        """The two of a tensor ``[2]``, or ``[2, width]``."""
+        """Split the factors of one tensor, ``[2]`` or ``[2, width]``."""
         if pair.ndim == 1:
             return Factors(pair.narrow(0, 0, 1), pair.narrow(0, 1, 1))
         return Factors(*pair.view(2, -1, 1, 1).unbind())
 
 
 class QuantParams(NamedTuple):
-    """The parameters of a cast: factors that it is given, or amaxes that it makes scales of."""
+    """The quantization parameters of a cast: its factors, or amaxes from which it computes them."""
 
     factors: Factors
-    """What ``encode`` holds depends on the rule, and ``scale`` is what the operand gets."""
+    """``rule`` says what ``encode`` holds; the operand gets ``scale`` as its decode scale."""
     amax_slot: Tensor | None = None
-    """Where the amax is recorded under delayed scaling; None: it is not."""
+    """The slot in which delayed scaling records the amax; None: it is not recorded."""
     rule: str | None = None
-    """The rule of the cast op. ``"encode"``: it multiplies by the encode factors; ``"decode"``: it
-    divides by scales; a scale rule: it makes scales of the amaxes of blocks. None: it makes them of
-    the matrix's amax, if blocks share that."""
+    """The rule of the cast op. ``"encode"``: multiply by the encode factors. ``"decode"``: divide
+    by the scales. A scale rule: compute scales from the amaxes of blocks. None: compute scales
+    from the amax of the matrix, if all its blocks depend on that."""
 
     @staticmethod
     def of_amax(amax: Tensor, rule: str | None = None) -> QuantParams:
-        """The amax of a matrix; or, with the scale rule of a spec, the amaxes of its blocks."""
+        """Make parameters from a matrix's amax or, with a scale rule, from its blocks' amaxes."""
         return QuantParams(Factors(None, amax), None, rule)  # type: ignore[arg-type]
 
     @staticmethod
     def of_scale(scale: Tensor, spec: Spec) -> QuantParams:
-        """The decode scales of a spec's blocks, where nothing knows their encode factors."""
+        """Make parameters from decode scales of blocks, whose encode factors are unknown."""
         return QuantParams(Factors(scale, scale), None, spec.rule_of("decode"))
 
 
-def _copied(factors: Tensor) -> Tensor:
-    """A copy of ``[2, S]`` as columns 0 and 4 of ``[S, 8]``: cuBLASLt wants scales so aligned."""
+def _aligned_copy(factors: Tensor) -> Tensor:
+    """Copy ``[2, S]`` to columns 0 and 4 of ``[S, 8]``: cuBLASLt wants 16-byte aligned scales."""
     return factors.view(2, -1).t().unsqueeze(2).repeat(1, 1, 4).view(-1, 8)
 
 
 class ScalePack:
-    """The packed state of S slots of one recipe, reduction group and device."""
+    """The packed state of S slots with the same recipe, reduction group and device."""
 
     history: Tensor  # [H, S] float32, newest first
     amax: Tensor  # [S] float32, NO_DATA where nothing was recorded since the last update
-    factors: Tensor  # [2, S] float32: decode scales, and the encode factors they are 1 over
-    previous: Tensor  # [2, S] float32, before the last update, if ``keeps_previous``
-    seeded: Tensor  # [S] bool, the scale was made from a tensor's own amax
+    factors: Tensor  # [2, S] float32: decode scales, and the encode factors (scale = 1 / encode)
+    previous: Tensor  # [2, S] float32: ``factors`` before the last update, if ``keeps_previous``
+    seeded: Tensor  # [S] bool: the scale was computed from a tensor's own amax
     steps: Tensor  # [S] int32, updates that saw data; 0 means the scale was never set
     fp8_max: Tensor  # [S] float32, largest value of the slot's format
-    forward: Tensor  # [S] bool, forward tensors (x, w), not gradients
+    forward: Tensor  # [S] bool: True for forward tensors (x, w), False for gradients
 
     def __init__(
         self, recipe: DelayedScaling, group: Any, tensors: dict[str, Tensor], parallel: Any
     ) -> None:
         self.recipe = recipe
         self.group = group
-        self.parallel = parallel  # a TensorParallel, if its ranks have shards of what is cast
+        self.parallel = parallel  # a TensorParallel, if its ranks cast shards of the same tensor
         for name in _TENSORS:
             setattr(self, name, tensors[name])
         self.members: list[weakref.ref[DelayedSlots]] = []
@@ -124,33 +124,33 @@ class ScalePack:
         with torch.inference_mode(False):  # training uses these views, too
             self.amaxes: Sequence[Tensor] = self.amax.unbind()
             self.scale, self.encode = self.factors.unbind()
-        self.advanced = False  # since the last forward of a compiled graph
-        self.keeps_previous = False  # casts in compiled graphs may recompute with it
+        self.advanced = False  # whether scales advanced since a compiled graph's last forward
+        self.keeps_previous = False  # casts in compiled graphs may recompute with ``previous``
         # Slots that were given a first scale since the last update.
         self.first_scales: list[tuple[weakref.ref[DelayedSlots], int]] = []
-        self._backward: weakref.ref[object] | None = None  # recorded here and has not ended
-        self._copy: Tensor | None = None  # [S, 8], of ``factors`` as they are now
-        self._live: Any = None  # views of it, of shape [1], scales and encodes
+        self._backward: weakref.ref[object] | None = None  # a backward that records and still runs
+        self._copy: Tensor | None = None  # [S, 8]: a copy of the current ``factors``
+        self._live: Any = None  # views of ``_copy``, each [1]: scales and encode factors
         self._recorded = False
-        # Encode factors, these or the ``previous`` ones, and amaxes of slots that graphs cast by.
+        # For casts in graphs: views of encode factors (current or ``previous``) and of amaxes.
         self.views: dict[tuple[int, range | None, bool], tuple[Tensor, Tensor]] = {}
-        # Copies of both that no cast of a graph has been given yet, by their tensor's first slot.
+        # Unused copies of ``factors`` and of ``previous``, by the first slot of their tensor.
         self._unused: list[dict[int, Tensor]] = [{}, {}]
 
     def live(self) -> Sequence[Any] | None:
-        """The decode scale and the encode factor of each slot in turn, unchanged by later updates.
+        """Return the decode scale and encode factor of each slot; later updates leave them as is.
 
-        Slots in a row of one tensor have both of all of them in the first's place, and None in the
-        others': each view takes its time. The result is None where a CUDA graph records, for there
-        each cast makes a copy of its own.
+        For a tensor with several slots, the first slot's entry holds the factors of all of them and
+        the other entries are None, since making each view takes time. Return None where a CUDA
+        graph is recorded, since each cast then makes its own copy.
         """
         if self.is_recorded():
             return None
         if self._live is None:
             with _disable_current_modes():
                 if (copy := self._copy) is None:
-                    with torch.inference_mode(False):  # training's casts get views of it, too
-                        copy = self._copy = _copied(self.factors)
+                    with torch.inference_mode(False):  # casts of training get views of it, too
+                        copy = self._copy = _aligned_copy(self.factors)
                 if len(self.widths) == copy.shape[0]:
                     self._live = copy.view(-1, 4).narrow(1, 0, 1).unbind()
                 else:
@@ -161,55 +161,55 @@ class ScalePack:
         return self._live
 
     def is_recorded(self) -> bool:
-        """Whether a CUDA graph holds, or is recording, these addresses; it is remembered."""
+        """Return whether a CUDA graph has recorded, or is recording, the addresses of this pack."""
         if not self._recorded and self.factors.is_cuda:
             self._recorded = torch.cuda.is_current_stream_capturing()
         return self._recorded
 
     def slots(self) -> list[DelayedSlots]:
-        """The modules' parts of the pack that still exist, in order."""
+        """Return the ``DelayedSlots`` that still exist in this pack, in order."""
         return [m for ref in self.members if (m := ref()) and m.pack is self]
 
     def copy_factors(
         self, slots: int | slice, start: int, *, previous: bool, shares_launch: bool
     ) -> Tensor:
-        """Copy slots in a row as ``_copied`` does, for one cast of a compiled graph alone.
+        """Copy consecutive slots as ``_aligned_copy`` does, for a single cast in a compiled graph.
 
-        ``start`` is the first slot of their tensor; ``previous``: as before the last update. If it
-        ``shares_launch``, one launch copies the factors of all tensors. In a CUDA graph it must
-        not, for the copies for other casts would outlive the graph, in its memory.
+        ``start`` is the first slot of the tensor; ``previous`` copies the factors from before the
+        last update. With ``shares_launch``, one launch copies the factors of all tensors. A CUDA
+        graph must not share it: the copies for other casts would outlive the graph in its memory.
         """
         source, unused = (self.factors, self.previous)[previous], self._unused[previous]
         if (rows := unused.pop(start, None) if shares_launch else None) is None:
-            # Where few tensors are cast many times, most of a copy is left. Gradients are a third.
+            # If few tensors are cast many times, most copies stay unused. A third are gradients.
             if not shares_launch or 4 * len(unused) > 3 * len(self.widths):
-                return _copied(source[:, slots])
-            with torch.inference_mode(False):  # training's casts get some, too
-                # "Unsafe": each tensor counts the versions of its own rows.
-                tensors = _copied(source).unsafe_split_with_sizes([*self.widths.values()])
+                return _aligned_copy(source[:, slots])
+            with torch.inference_mode(False):  # casts of training get some, too
+                # An "unsafe" split gives each tensor a version counter of its own.
+                tensors = _aligned_copy(source).unsafe_split_with_sizes([*self.widths.values()])
             self._unused[previous] = unused = dict(zip(self.widths, tensors, strict=True))
             rows = unused.pop(start)
         return rows if isinstance(slots, int) else rows[slots.start - start : slots.stop - start]
 
     def set_factors(self, slots: slice, factors: Tensor, seeded: Tensor | bool = True) -> None:
-        """Give slots in a row factors, ``[2, slots]``, from outside their history.
+        """Set the factors ``[2, slots]`` of consecutive slots to values from outside their history.
 
-        They then have a scale, or those of them do that ``seeded`` names.
+        ``seeded`` says which of these slots have a scale from now on.
         """
         self.factors[:, slots].copy_(factors)
         self.seeded[slots].bitwise_or_(seeded)
         self.forget_live()
 
     def has_scale(self) -> Tensor:
-        """[S] bool: slots with a scale that means something."""
+        """Return ``[S]`` bool: whether the slot has a scale that was computed or set."""
         return self.seeded | (self.steps > 0)
 
     def forget_live(self) -> None:
-        """Forget the copy of ``factors``: they were written from outside."""
+        """Drop the copy of ``factors``, after they were written from outside."""
         self._copy = self._live = None
         self._unused = [{}, {}]
 
-    @_disable_current_modes()  # of selective checkpointing: no recomputation advances scales
+    @_disable_current_modes()  # selective checkpointing's mode: no recomputation advances scales
     def update(self) -> None:
         """Advance every slot that recorded an amax since the last update."""
         recipe = self.recipe
@@ -221,22 +221,22 @@ class ScalePack:
         self.forget_live()
         by_callables = callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo
         if by_callables:
-            seen = (self.amax >= 0) & (self.amax < torch.inf)
-            due, old = seen & (self.steps % recipe.interval == 0), self.factors.clone()
+            has_amax = (self.amax >= 0) & (self.amax < torch.inf)
+            due, old = has_amax & (self.steps % recipe.interval == 0), self.factors.clone()
         state = self.history, self.amax, self.factors, self.steps, self.fp8_max
         takes_newest = recipe.amax_compute_algo == "most_recent"
         options = recipe.margin, recipe.interval, takes_newest, recipe.power_of_2_scale
         copies = ops.update_scales_op(*state, *options)
-        # Casts of compiled graphs copy the factors themselves. A copy that outlives an update in
-        # such a graph would lie in the memory of a CUDA graph, where torch allows outputs alone.
+        # With ``keeps_previous``, casts in compiled graphs copy the factors themselves. A shared
+        # copy would lie in the memory of a CUDA graph, where torch allows only outputs to stay.
         self._copy = None if by_callables or self.keeps_previous else copies
         if by_callables:
             self._choose(due, old)
 
     def _choose(self, due: Tensor, old: Tensor) -> None:
-        """Give the slots that are due factors by the user's functions, after ``update_scales_``.
+        """Compute the factors of due slots with the user's functions, after ``update_scales_op``.
 
-        The others, and those for which the functions give nothing usable, keep their ``old`` ones.
+        Other slots, and slots for which the functions return no usable value, keep ``old``.
         """
         recipe, algo = self.recipe, self.recipe.amax_compute_algo
         if callable(algo):
@@ -252,7 +252,7 @@ class ScalePack:
         self.factors.copy_(torch.where(usable, torch.stack((1.0 / encode, encode)), old))
 
     def forget(self, *, gradients: bool) -> None:
-        """Forget what gradients, or forward tensors, recorded since the last update."""
+        """Forget what gradients (else forward tensors) recorded since the last update."""
         self.amax.masked_fill_(~self.forward if gradients else self.forward, NO_DATA)
         first_scales, self.first_scales = self.first_scales, []
         columns: list[int] = []
@@ -268,15 +268,15 @@ class ScalePack:
             columns += slots.columns_of(index)
         if columns:
             self.seeded[columns] = False
-            # Other ranks' amaxes may have made a scale before, which was kept.
+            # A slot may have had a scale before, made from the amaxes of other ranks.
             was_updated, factors = self.steps[columns] > 0, self.factors[:, columns]
             self.factors[:, columns] = torch.where(was_updated, factors, 1.0)
             self.forget_live()
 
     def watch_backward(self) -> None:
-        """Keep what the gradients of the backward pass on this thread record only if it succeeds.
+        """Keep what this thread's backward pass records for gradients only if the pass succeeds.
 
-        A pass inside it, of a reentrant checkpoint, is a part of it.
+        A pass nested in it, by a reentrant checkpoint, counts as a part of it.
         """
         if torch._C._current_graph_task_id() == NO_BACKWARD:
             return
@@ -285,9 +285,9 @@ class ScalePack:
                 return
             self.forget_interrupted_backward()
 
-        # Called at the end of the pass; freed with its graph task, also if that raised.
+        # Torch calls this at the end of the pass, and frees it with the graph task if that raises.
         def ended() -> None:
-            self._backward = None  # what gradients recorded stays
+            self._backward = None  # the recorded gradient amaxes stay
 
         self._backward = weakref.ref(ended)
         torch.autograd.Variable._execution_engine.queue_callback(ended)
@@ -297,13 +297,13 @@ class ScalePack:
         if self._backward is None:
             return
         if self._backward() is not None and torch._C._current_graph_task_id() != NO_BACKWARD:
-            return  # it runs
+            return  # the pass is still running
         self._backward = None
         self.forget(gradients=True)
 
 
 class _Recorded(threading.local):
-    """The packs that CUDA graphs of a thread's compiled graphs have recorded."""
+    """The packs that were recorded by CUDA graphs of this thread's compiled graphs."""
 
     def __init__(self) -> None:
         # Torch replays such a CUDA graph on the thread that recorded it.
@@ -313,41 +313,41 @@ class _Recorded(threading.local):
 RECORDED = _Recorded()
 
 
-_Made = TypeVar("_Made")
+_T = TypeVar("_T")
 
 
-def _lasting(device: torch.device, make: Callable[[], _Made]) -> _Made:
-    """Call ``make``, which allocates state that outlives what is going on.
+def _allocate_state(device: torch.device, allocate: Callable[[], _T]) -> _T:
+    """Call ``allocate``, which allocates state that outlives the current mode and graph.
 
-    In inference mode it would be inference tensors, which training may not write or save. While
-    ``torch.compile`` prepares a CUDA graph, whatever the thread allocates would belong to that
-    graph, and be lost: hence a thread, and a stream, of the state's own.
+    In inference mode the state would be inference tensors, which training may not write or save.
+    While ``torch.compile`` prepares a CUDA graph, whatever this thread allocates belongs to that
+    graph and is lost; so the call runs on a thread and a stream of its own.
     """
     with torch.inference_mode(False):
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return make()
+            return allocate()
         stream, state_stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
 
-        def make_on_stream() -> _Made:
+        def allocate_on_stream() -> _T:
             with torch.cuda.device(device), torch.cuda.stream(state_stream):
-                return make()
+                return allocate()
 
         state_stream.wait_stream(stream)
         with ThreadPoolExecutor(1) as thread:
-            made = thread.submit(make_on_stream).result()
+            allocated = thread.submit(allocate_on_stream).result()
         stream.wait_stream(state_stream)
-        return made
+        return allocated
 
 
-def _copies(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Copies of a pack's tensors on a device, as state of their own."""
-    return _lasting(device, lambda: {k: t.to(device, copy=True) for k, t in tensors.items()})
+def _copy_tensors(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copy a pack's tensors to a device, as independent state."""
+    return _allocate_state(device, lambda: {k: t.to(device, copy=True) for k, t in tensors.items()})
 
 
 class DelayedSlots:
     """The slots of one module under one recipe: consecutive columns of a pack.
 
-    A tensor has one, or as many in a row as it has parts with a scale each: its width.
+    The *width* of a tensor is the number of its slots: one, or one for each expert.
     """
 
     def __init__(
@@ -377,13 +377,13 @@ class DelayedSlots:
                 "forward": torch.tensor(self._by_column(forward), device=device),
             }
 
-        self._adopt(ScalePack(recipe, group, _lasting(device, new_tensors), parallel), 0)
+        self._adopt(ScalePack(recipe, group, _allocate_state(device, new_tensors), parallel), 0)
 
     def set_parallel(self, parallel: Any) -> None:
-        """Have a pack of ``parallel``, a TensorParallel or None."""
+        """Move to a new pack of ``parallel`` (a TensorParallel or None) if it has changed."""
         pack = self.pack
         if pack.parallel != parallel:
-            tensors = _copies(self.tensors(), pack.factors.device)
+            tensors = _copy_tensors(self.tensors(), pack.factors.device)
             self._adopt(ScalePack(pack.recipe, pack.group, tensors, parallel), 0)
 
     def _adopt(self, pack: ScalePack, start: int) -> None:
@@ -400,26 +400,26 @@ class DelayedSlots:
         return [x for x, width in zip(values, self.widths, strict=True) for _ in range(width)]
 
     def columns_of(self, index: int, experts: range | None = None) -> range:
-        """The columns of the pack that a tensor has, or those of some ``experts``' parts of it."""
+        """Return the pack's columns for a tensor, or for the given ``experts`` of it."""
         start = self.start + self.column_starts[index]
         columns = range(start, start + self.widths[index])
         return columns if experts is None else columns[experts.start : experts.stop]
 
     def _columns(self, index: int, experts: range | None) -> slice:
-        """``columns_of`` as an index of the pack's tensors."""
+        """Return ``columns_of`` as a slice that indexes the pack's tensors."""
         columns = self.columns_of(index, experts)
         return slice(columns.start, columns.stop)
 
     def _slot(self, index: int, experts: range | None) -> int | slice:
-        """The same, of which a tensor without parts has one as a number."""
+        """Return ``columns_of`` as a number if the tensor has a single slot, else as a slice."""
         if self.widths[index] == 1:
             return self.start + self.column_starts[index]
         return self._columns(index, experts)
 
     def is_seeded(self, index: int) -> bool:
-        """Whether all slots of a tensor are known to have a scale; the host does not wait for it.
+        """Return whether the host knows that all slots of a tensor have a scale; do not wait.
 
-        Those of an expert without any rows so far have none.
+        The slots of an expert that has had no rows so far have none.
         """
         if not self.seeded[index] and index in self._asked:
             answer = self._asked[index].get()
@@ -429,13 +429,13 @@ class DelayedSlots:
         return self.seeded[index]
 
     def tensors(self) -> dict[str, Tensor]:
-        """This module's columns of the pack (views), and of the rows of ``factors``."""
+        """Return views of this module's columns in the pack, and of the two rows of ``factors``."""
         self.pack.forget_interrupted_backward()
         columns = slice(self.start, self.start + sum(self.widths))
         return {name: getattr(self.pack, name)[..., columns] for name in (*_TENSORS, *_ROWS)}
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Take over values of ``tensors()``, in place; 1 over a scale without encode factor."""
+        """Copy values of ``tensors()`` in; a missing encode factor becomes 1 / scale."""
         tensors = self.tensors()
         for name, value in values.items():
             tensors[name].copy_(value)
@@ -444,7 +444,7 @@ class DelayedSlots:
         self._keep_scales([bool(columns.all()) for columns in tensors["seeded"].split(self.widths)])
 
     def clear(self) -> None:
-        """Forget all that was recorded, in place."""
+        """Reset the state in place to that of slots without any history."""
         tensors = self.tensors()
         new = {"history": 0, "seeded": 0, "steps": 0, "factors": 1, "previous": 1, "amax": NO_DATA}
         for name, value in new.items():
@@ -454,7 +454,7 @@ class DelayedSlots:
     def _set_first_scale(
         self, index: int, factors: Tensor, x: Tensor | Prologue | Groups, experts: range | None
     ) -> None:
-        """Give a tensor's slots their first factors, or those of its experts that have rows."""
+        """Set the first factors of a tensor's slots; for experts, of those that have rows."""
         pack, columns = self.pack, self._columns(index, experts)
         pack.first_scales.append((weakref.ref(self), index))
         if not isinstance(x, Groups):
@@ -469,14 +469,14 @@ class DelayedSlots:
             self._asked[index] = Answer(pack.has_scale()[columns].all())
 
     def _keep_scales(self, seeded: list[bool]) -> None:
-        """Keep the scales that the slots have been given, whatever is interrupted."""
+        """Keep the scales just given to the slots, even if the region is interrupted."""
         self.seeded, self._asked = seeded, {}
         scales = self.pack.first_scales
         self.pack.first_scales = [(ref, i) for ref, i in scales if ref() is not self]
         self.pack.forget_live()
 
     def to(self, device: torch.device) -> None:
-        """Move to another device, into a pack of its own; from the meta device the state is new."""
+        """Move to a new pack on another device; coming from the meta device, reset the state."""
         pack = self.pack
         if pack.factors.device == device:
             return
@@ -487,14 +487,14 @@ class DelayedSlots:
             )  # fmt: skip
             self.seeded, tensors = fresh.seeded, fresh.tensors()
         else:
-            tensors = _copies(self.tensors(), device)
+            tensors = _copy_tensors(self.tensors(), device)
         self._adopt(ScalePack(pack.recipe, pack.group, tensors, pack.parallel), 0)
 
     def __getstate__(self) -> dict[str, object]:
         tensors = {name: t.clone() for name, t in self.tensors().items() if name in _TENSORS}
-        told = {name: getattr(self, name) for name in ("fp8_dtypes", "forward", "key")}
-        told |= {"seeded": list(self.seeded), "widths": self.widths}
-        return {"recipe": self.pack.recipe, **told, "tensors": tensors}
+        values = {name: getattr(self, name) for name in ("fp8_dtypes", "forward", "key")}
+        values |= {"seeded": list(self.seeded), "widths": self.widths}
+        return {"recipe": self.pack.recipe, **values, "tensors": tensors}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name in ("fp8_dtypes", "forward", "key", "seeded"):
@@ -502,13 +502,13 @@ class DelayedSlots:
         self._asked = {}
         tensors: dict[str, Tensor] = state["tensors"]
         widths = tuple(state.get("widths") or (1,) * len(self.seeded))
-        if len({*widths}) > 1:  # of before each expert had scales of its own
+        if len({*widths}) > 1:  # saved before each expert had scales of its own
             experts = max(widths)
-            tensors = {name: _of_each_expert(t, experts) for name, t in tensors.items()}
+            tensors = {name: _repeat_for_experts(t, experts) for name, t in tensors.items()}
             widths = (experts,) * len(widths)
         self._lay_out(widths)
         if tensors["factors"].is_inference():
-            tensors = _copies(tensors, tensors["factors"].device)
+            tensors = _copy_tensors(tensors, tensors["factors"].device)
         self._adopt(ScalePack(state["recipe"], None, tensors, None), 0)
 
     def __deepcopy__(self, memo: dict[int, object]) -> DelayedSlots:
@@ -521,7 +521,7 @@ class DelayedSlots:
     def known_params(
         self, *, record: bool, experts: range | None = None
     ) -> list[QuantParams | None]:
-        """``scale_for`` of the forward's tensors, where it needs no look at them; else None."""
+        """Return ``scale_for`` of each forward tensor, or None where it must see the tensor."""
         for index in [*self._asked]:
             self.is_seeded(index)
         live = self.pack.live()
@@ -533,10 +533,10 @@ class DelayedSlots:
     def _params(
         self, index: int, live: Sequence[Any] | None, record: bool, experts: range | None
     ) -> QuantParams:
-        """The factors of slots that have a scale; ``live`` is the pack's."""
+        """Return the parameters of slots that have a scale; ``live`` is ``ScalePack.live()``."""
         pack, slot = self.pack, self._slot(index, experts)
         amaxes = None
-        if record:  # taking a single one from the list takes the least time
+        if record:  # indexing the list is the fastest way to a single slot
             amaxes = pack.amaxes[slot] if isinstance(slot, int) else pack.amax[slot]
         if live is None:
             factors = Factors.of(pack.factors[:, slot].clone())
@@ -552,11 +552,11 @@ class DelayedSlots:
         self, index: int, x: Tensor | Prologue | Groups, *, record: bool,
         is_empty_everywhere: bool = True, experts: range | None = None,
     ) -> QuantParams:  # fmt: skip
-        """Factors to cast ``x`` with, and the slot to record its amax in (None: do not record).
+        """Return the factors to cast ``x`` with, and its amax slot (None: do not record).
 
-        ``is_empty_everywhere``: whether the unsharded tensor is empty, too, if ``x`` is; if it is
-        not, the first scale is kept all the same. ``experts``: which of the module's experts ``x``
-        has.
+        ``is_empty_everywhere`` says whether an empty ``x`` is empty on all ranks; if it is not, the
+        first scale is kept although ``x`` is empty. ``experts`` are the module's experts whose rows
+        ``x`` holds.
         """
         if record and not self.forward[index]:
             self.pack.watch_backward()
@@ -566,25 +566,25 @@ class DelayedSlots:
                 return first
         return self._params(index, self.pack.live(), record, experts)
 
-    @_disable_current_modes()  # of selective checkpointing: no recomputation makes scales
+    @_disable_current_modes()  # selective checkpointing's mode: no recomputation makes scales
     def _first_params(
         self, index: int, x: Tensor | Prologue | Groups, record: bool, is_empty_everywhere: bool,
         experts: range | None,
     ) -> QuantParams | None:  # fmt: skip
-        """``scale_for`` without history: this tensor's own scale, which is kept if it may be.
+        """Return ``scale_for`` of a tensor without history: its own scale, which may be kept.
 
-        None if all slots have one now.
+        Return None if all its slots have a scale now.
         """
         pack, slot = self.pack, self._slot(index, experts)
         values = x if isinstance(x, Tensor) else x.inputs[0]
-        # A prologue, or groups, are computed for their values, unless they are empty.
+        # The values of a prologue, or of groups, are computed unless they are empty.
         initial = self._own_factors(index, x if values.numel() else values)
-        # Not if another rank has used this module before: then its amaxes have made a scale;
-        # nor if a CUDA graph has.
+        # The slot may have a scale already: from the amaxes of another rank that used this module
+        # before, or from a CUDA graph.
         initial = torch.where(pack.has_scale()[slot], pack.factors[:, slot], initial)
         if record and (values.numel() or not is_empty_everywhere):
             self._set_first_scale(index, initial, x, experts)
-        # Experts without rows so far have none to keep.
+        # The slots of experts without rows so far have no scale to keep.
         if record and self.seeded[index]:
             return None
         return QuantParams(Factors.of(initial), pack.amax[slot] if record else None, "encode")
@@ -593,10 +593,10 @@ class DelayedSlots:
         self, index: int, x: Tensor | Prologue | Groups, *, record: bool, experts: range | None,
         recomputes: bool, shares_launch: bool,
     ) -> QuantParams:  # fmt: skip
-        """``scale_for`` of a cast in a compiled graph: by the slots' encode factors themselves.
+        """Return ``scale_for`` of a cast in a compiled graph, with views of the encode factors.
 
-        In the scale's place are ``ScalePack.copy_factors``. What ``recomputes`` has the factors of
-        the last forward, and amaxes for no update.
+        The scales are those of ``ScalePack.copy_factors``. With ``recomputes``, the factors are
+        those of the last forward, and the amaxes go to a tensor that no update reads.
         """
         pack, slot = self.pack, self._slot(index, experts)
         start, previous = self.start + self.column_starts[index], recomputes and pack.advanced
@@ -606,19 +606,19 @@ class DelayedSlots:
         if not (recomputes or self.is_seeded(index)):
             first = self._first_params(index, x, record, True, experts)
         if first is not None:
-            copied = _copied(torch.stack([factor.view(-1) for factor in first.factors]))
-            return first._replace(factors=Factors(copied, first.factors.encode))
+            aligned = _aligned_copy(torch.stack([factor.view(-1) for factor in first.factors]))
+            return first._replace(factors=Factors(aligned, first.factors.encode))
         key = start, experts, previous
         if key not in pack.views:
             with torch.inference_mode(False):  # training uses these views, too
                 pair = (pack.previous if previous else pack.factors)[:, slot]
                 pack.views[key] = Factors.of(pair).encode, pack.amax[slot]
-        copied = pack.copy_factors(slot, start, previous=previous, shares_launch=shares_launch)
+        aligned = pack.copy_factors(slot, start, previous=previous, shares_launch=shares_launch)
         encode, amaxes = pack.views[key]
         if recomputes:
             amaxes = torch.full_like(amaxes, NO_DATA)
         amax_slot = amaxes if record or recomputes else None
-        return QuantParams(Factors(copied, encode), amax_slot, "encode")
+        return QuantParams(Factors(aligned, encode), amax_slot, "encode")
 
     def observe(self, index: int, x: Tensor | Groups, experts: range | None = None) -> None:
         """Record the amax of ``x`` without casting it (calibration)."""
@@ -633,7 +633,7 @@ class DelayedSlots:
         slot.copy_(torch.maximum(slot, amax))
 
     def _own_factors(self, index: int, x: Tensor | Prologue | Groups) -> Tensor:
-        """The first factors, of ``x`` itself; a collective if tensor-parallel ranks share it."""
+        """Compute first factors from ``x``; a collective if tensor-parallel ranks share a scale."""
         recipe = self.pack.recipe
         rule, amax = "pow2" if recipe.power_of_2_scale else "fp32", own_amax(x)
         if self.pack.parallel is not None:
@@ -644,22 +644,22 @@ class DelayedSlots:
         return factors if self.widths[index] > 1 else factors.view(2)
 
     def fitted(self, value: Tensor) -> Tensor:
-        """A value of ``tensors()`` as these slots have it.
+        """Fit a saved value of ``tensors()`` to these slots.
 
-        Before each expert had scales of its own, all had those of one input and one gradient.
+        Formerly all experts shared the slot of one input and the slot of one gradient.
         """
         experts = self.widths[0]
-        return _of_each_expert(value, experts) if value.shape[-1:] == (experts + 2,) else value
+        return _repeat_for_experts(value, experts) if value.shape[-1:] == (experts + 2,) else value
 
 
-def _of_each_expert(value: Tensor, experts: int) -> Tensor:
-    """Repeat the columns of one input and of one gradient for each expert; weights have theirs."""
+def _repeat_for_experts(value: Tensor, experts: int) -> Tensor:
+    """Repeat the columns of the input and of the gradient for each expert, as weights have them."""
     x, w, dy = value.split((1, experts, 1), dim=-1)
     return torch.cat((x.expand_as(w), w, dy.expand_as(w)), dim=-1)
 
 
 class Answer:
-    """Whether a number of a device is other than 0, which the host reads once it has arrived."""
+    """Whether a number on a device is nonzero; the host reads it once it has arrived."""
 
     def __init__(self, value: Tensor) -> None:
         self._value = value
@@ -671,14 +671,14 @@ class Answer:
             self._arrived.record(torch.cuda.current_stream(value.device))
 
     def wait(self) -> bool:
-        """The answer, for which the host waits."""
+        """Wait for the answer and return it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return bool(self._value)
 
     def get(self) -> bool | None:
-        """The answer; None if it has not arrived."""
-        # A graph that is being captured allows no question about an event.
+        """Return the answer, or None if it has not arrived."""
+        # While a CUDA graph is captured, events may not be queried.
         is_capturing = self._arrived is not None and torch.cuda.is_current_stream_capturing()
         if self._arrived is not None and (is_capturing or not self._arrived.query()):
             return None
@@ -686,21 +686,21 @@ class Answer:
 
 
 def own_amax(x: Tensor | Prologue | Groups) -> Tensor:
-    """The amax of what this rank has of a tensor: of each matrix, if it is a batch."""
+    """Return the amax of the local values of a tensor; for a batch, of each matrix."""
     if not isinstance(x, Tensor):
         return x.amax()
     return amax_of_batch(x) if x.ndim == 3 else ops.amax_op("", (x,), x.dtype)
 
 
 def merge_packs(packs: Iterable[ScalePack]) -> list[ScalePack]:
-    """Lay the slots of packs of one recipe, groups and device side by side, in one pack for each.
+    """Merge packs with the same recipe, group, TensorParallel and device into one pack each.
 
-    A pack whose addresses a CUDA graph has recorded stays as it is.
+    A pack whose addresses a CUDA graph has recorded is not merged.
     """
     batches: dict[tuple[object, ...], list[ScalePack]] = {}
     for pack in packs:
-        alone = pack if pack.is_recorded() else None
-        kind = (pack.recipe, pack.group, pack.parallel, pack.factors.device, alone)
+        unmergeable = pack if pack.is_recorded() else None
+        kind = (pack.recipe, pack.group, pack.parallel, pack.factors.device, unmergeable)
         batches.setdefault(kind, []).append(pack)
     return [_merge(batch) if len(batch) > 1 else batch[0] for batch in batches.values()]
 
@@ -709,7 +709,7 @@ def merge_packs(packs: Iterable[ScalePack]) -> list[ScalePack]:
 def _merge(packs: Sequence[ScalePack]) -> ScalePack:
     members = [member for pack in packs for member in pack.slots()]
     columns = [member.tensors() for member in members]
-    tensors = _lasting(
+    tensors = _allocate_state(
         packs[0].factors.device,
         lambda: {name: torch.cat([c[name] for c in columns], dim=-1) for name in _TENSORS},
     )

@@ -1,9 +1,9 @@
-"""Recipes: how the three GEMMs of a linear layer are cast to FP8, as plain frozen data.
+"""Recipes say how the three GEMMs of a linear layer are cast to FP8. They are plain frozen data.
 
-``y = x @ w.T`` (fprop), ``dx = dy @ w`` (dgrad), ``dw = dy.T @ x`` (wgrad). A recipe says of each
-whether it runs in FP8, and how its two operands are cast then: six ``Spec``. It also says
-where the amax comes from. ``Recipe.linear`` holds exactly that; modules read it and never ask for a
-recipe's class.
+``y = x @ w.T`` (fprop), ``dx = dy @ w`` (dgrad), ``dw = dy.T @ x`` (wgrad). For each GEMM a recipe
+says whether it runs in FP8, and if so how its two operands are cast: six ``Spec`` in all. It also
+says where the amax comes from. ``Recipe.linear`` holds exactly these facts; modules read them and
+never ask for a recipe's class.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class _FormatPair(NamedTuple):
 
     @property
     def max_fwd(self) -> float:
-        """Largest finite value of the forward tensors' format."""
+        """The largest finite value of the forward tensors' format."""
         return largest(self.forward)
 
     @property
     def max_bwd(self) -> float:
-        """Largest finite value of the gradients' format."""
+        """The largest finite value of the gradients' format."""
         return largest(self.backward)
 
 
@@ -55,7 +55,7 @@ class Format(Enum):
 
 
 class GemmPlan(NamedTuple):
-    """The casts of the operands of one GEMM, ``left @ right.T``, each in blocks of its own rows."""
+    """The casts of the operands of one GEMM, ``left @ right.T``; blocks refer to operand rows."""
 
     left: Spec
     right: Spec
@@ -64,37 +64,37 @@ class GemmPlan(NamedTuple):
 
 
 _SAVES = {"auto": 2**25, "fp8": sys.maxsize, "recompute": 0}
-"""Values of the smallest input that backward casts once more: for less it is not worth a launch."""
+"""The size at which backward recasts an input; to save less memory is not worth a launch."""
 
 
 class LinearPlan(NamedTuple):
     """The casts and the GEMMs of a linear layer under a recipe."""
 
     fprop: GemmPlan | None
-    """x by w; None where this GEMM runs in high precision."""
+    """The GEMM of x and w; None where this GEMM runs in high precision."""
     dgrad: GemmPlan | None
-    """dy by w transposed."""
+    """The GEMM of dy and w transposed."""
     wgrad: GemmPlan | None
-    """dy transposed by x transposed."""
+    """The GEMM of dy transposed and x transposed."""
     x: Spec
-    """The cast of x for fprop, or for what runs in FP8; also of an x that is stored so."""
+    """The cast of x for fprop, for other uses in FP8, and for an x that is stored in FP8."""
     w: Spec
     dy: Spec
     delayed: bool
-    """Scales come from the amax history; else from the tensor itself."""
+    """Whether scales come from the amax history instead of from the tensor itself."""
     epsilon: str
-    """``amax_epsilon`` as text. Under ``torch.compile(dynamic=True)`` a float is an input of the
-    graph, and Dynamo does not recognise it in a second autograd function."""
+    """``amax_epsilon`` as text. With ``torch.compile(dynamic=True)`` a float becomes a graph input,
+    which Dynamo does not recognise in a second autograd function."""
     recast_size: int = sys.maxsize
-    """Values of the smallest x that backward casts once more, rather than save its FP8 data."""
+    """The number of elements from which backward recasts x instead of saving its FP8 data."""
 
     def gemms(self) -> dict[str, GemmPlan | None]:
-        """The three by name."""
+        """Return the three GEMMs by name."""
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
 
     @property
     def token_blocks(self) -> set[int]:
-        """How many tokens the blocks of operands have, where that is several but not all."""
+        """The numbers of tokens in operand blocks, except 1 and -1 (all tokens)."""
         sizes = {gemm.left.block[0] for gemm in (self.fprop, self.dgrad) if gemm}
         if self.wgrad:
             sizes |= {self.wgrad.left.block[1], self.wgrad.right.block[1]}
@@ -102,24 +102,24 @@ class LinearPlan(NamedTuple):
 
     @property
     def largest_block(self) -> int:
-        """The largest size of a block that is not a whole dimension; all others divide it."""
+        """The largest block size that does not span a dimension; all other sizes divide it."""
         specs = [self.x, self.w, self.dy, *(s for gemm in self[:3] if gemm for s in gemm[:2])]
         return max(1, *(size for spec in specs for size in spec.block))
 
     @property
     def casts_x_once(self) -> bool:
-        """Whether fprop and wgrad run in FP8 and take x in one format, in blocks of one size."""
+        """Whether fprop and wgrad run in FP8 and take x in the same format and block size."""
         return bool(self.fprop and self.wgrad and self.fprop.left == self.wgrad.right)
 
     @property
     def amax_epsilon(self) -> float:
-        """The value to which smaller amaxes are raised."""
+        """The smallest amax from which a scale is computed."""
         return float(self.epsilon)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Recipe:
-    """Base of all recipes: frozen, keyword-only, equal and hashed by value."""
+    """Base class of all recipes: frozen, keyword-only, compared and hashed by value."""
 
     fp8_format: Format = Format.HYBRID
     """Number formats of forward tensors and gradients."""
@@ -130,12 +130,12 @@ class Recipe:
     fp8_dpa: bool = False
     """Run dot-product attention in FP8 (read by attention modules only)."""
     fp8_mha: bool = False
-    """The same as ``fp8_dpa``; tensors between attention and its projections stay in high
+    """Run it in FP8 like ``fp8_dpa``; tensors between attention and its projections stay in high
     precision."""
     save: str = "auto"
-    """What is saved of a layer's input for wgrad: ``"fp8"``: its FP8 data; ``"recompute"``: nothing
-    where backward can recompute the input from what it has anyway, else FP8 data; ``"auto"``: as
-    ``"recompute"`` for large inputs, as ``"fp8"`` for others."""
+    """How a layer's input is saved for wgrad. ``"fp8"`` saves its FP8 data. ``"recompute"`` saves
+    nothing where backward can recompute the input from other saved tensors, else FP8 data.
+    ``"auto"`` acts as ``"recompute"`` for large inputs and as ``"fp8"`` for small ones."""
 
     def __post_init__(self) -> None:
         values = [(f, getattr(self, f.name)) for f in fields(self)]
@@ -167,13 +167,13 @@ class Recipe:
         object.__setattr__(self, "linear", plan)
         object.__setattr__(self, "number", self._numbers.setdefault(self, len(self._numbers)))
 
-    # Set once on each instance by __post_init__. Declared as ClassVar to keep them from being
-    # dataclass fields: they take no part in __init__, fields() or replace().
+    # __post_init__ sets these once on each instance. They are declared as ClassVar so that they are
+    # no dataclass fields and take no part in __init__, fields() or replace().
     linear: ClassVar[LinearPlan]
     number: ClassVar[int]
-    """Number of this recipe among all of this process, by which a compiled graph knows it."""
+    """The number of this recipe in this process, by which a compiled graph refers to it."""
     _numbers: ClassVar[dict[Recipe, int]] = {}
-    """The recipes of this process and their numbers, in this order; none is ever taken away."""
+    """All recipes of this process with their numbers, in numerical order; none is ever removed."""
     _repr: ClassVar[str]
     _key: ClassVar[tuple[Any, ...]]
     _hash: ClassVar[int]
@@ -201,7 +201,7 @@ class Recipe:
         self, *, x: tuple[int, int], w: tuple[int, int], scale_rule: str | None = None,
         wgrad: bool = True, delayed: bool = False,
     ) -> LinearPlan:  # fmt: skip
-        """The plan with these blocks; other settings are those of fields of the usual names."""
+        """Make a plan with these blocks; this recipe's fields give the other settings."""
         forward, backward = self.fp8_format.value
         if scale_rule is None:
             scale_rule = "pow2" if getattr(self, "power_of_2_scale", False) else "fp32"
@@ -209,11 +209,11 @@ class Recipe:
         dy_spec = Spec(backward, x, scale_rule)
         pairs = ((x_spec, w_spec), (dy_spec, w_spec), (dy_spec, x_spec))
         options = zip(pairs, self.override_linear_precision, self.fast_accum, strict=True)
-        fprop, dgrad, of_weight = (
-            None if alone else GemmPlan(*pair, fast) for pair, alone, fast in options
+        fprop, dgrad, wgrad_plan = (
+            None if skips_fp8 else GemmPlan(*pair, fast) for pair, skips_fp8, fast in options
         )
         return LinearPlan(
-            fprop, dgrad, of_weight if wgrad else None, x_spec, w_spec, dy_spec, delayed=delayed,
+            fprop, dgrad, wgrad_plan if wgrad else None, x_spec, w_spec, dy_spec, delayed=delayed,
             epsilon=repr(float(getattr(self, "amax_epsilon", 0.0))), recast_size=_SAVES[self.save],
         )  # fmt: skip
 
@@ -227,7 +227,7 @@ class Recipe:
         return self._hash
 
     def __reduce__(self) -> Any:
-        # Not its __dict__: hashes and numbers are those of this process.
+        # __dict__ is not pickled, since its hash and number are valid only in this process.
         return _make, (type(self), {f.name: getattr(self, f.name) for f in fields(self)})
 
 
@@ -248,7 +248,7 @@ def _packed(name: str, spec: Spec) -> NotImplementedError:
 
 @functools.cache
 def recipe_numbered(number: int) -> Recipe:
-    """The recipe, or one equal to it, whose ``number`` this is."""
+    """Return a recipe that equals the one with this ``number``."""
     return next(itertools.islice(Recipe._numbers, number, None))
 
 
@@ -276,21 +276,21 @@ class DelayedScaling(Recipe):
     """
 
     margin: int = 0
-    """The encode scale is divided by ``2 ** margin``, which leaves room for growth."""
+    """The encode scale is divided by ``2 ** margin``, which leaves headroom for growth."""
     interval: int = 1
     """Recompute the scale on every ``interval``-th step."""
     amax_history_len: int = 1
-    """Steps that the amax history remembers."""
+    """Number of steps that the amax history holds."""
     amax_compute_algo: str | Callable[[torch.Tensor], torch.Tensor] = "most_recent"
     """``"max"`` of the history, its ``"most_recent"`` entry, or a function from the history
     ``[amax_history_len, slots]`` (newest first) to one amax per slot."""
     scaling_factor_compute_algo: Callable[..., torch.Tensor] | None = None
-    """Replaces the formula: ``f(amax, old_scaling_factor, fp8_max, recipe)`` returns the new
-    encode scales; all tensors are ``[slots]``."""
+    """A replacement for the formula: ``f(amax, old_scaling_factor, fp8_max, recipe)`` returns the
+    new encode scales; all tensors are ``[slots]``."""
     reduce_amax: bool = True
     """Reduce amaxes over the ranks of the autocast's group at every update."""
     power_of_2_scale: bool = True
-    """Round the encode scale down to a power of two, which makes casting back exact."""
+    """Round the encode scale down to a power of two, which makes dequantizing exact."""
 
     def _check(self) -> None:
         algo, factor = self.amax_compute_algo, self.scaling_factor_compute_algo
@@ -315,7 +315,7 @@ class Float8CurrentScaling(Recipe):
     power_of_2_scale: bool = False
     """Round the encode scale down to a power of two."""
     amax_epsilon: float = 0.0
-    """Amaxes are raised to at least this."""
+    """Smaller amaxes are raised to this value."""
 
     def _plan(self) -> LinearPlan:
         return self._make_plan(x=(-1, -1), w=(-1, -1))
@@ -329,7 +329,7 @@ class Float8RowwiseScaling(Recipe):
     power_of_2_scale: bool = False
     """Round the encode scales down to a power of two."""
     amax_epsilon: float = 0.0
-    """Amaxes are raised to at least this."""
+    """Smaller amaxes are raised to this value."""
     high_precision_wgrad: bool = False
     """Compute the weight gradient in high precision."""
 
@@ -349,7 +349,7 @@ class Float8BlockScaling(Recipe):
     power_of_2_scale: bool = False
     """Round the encode scales down to a power of two."""
     amax_epsilon: float = 0.0
-    """Amaxes are raised to at least this."""
+    """Smaller amaxes are raised to this value."""
 
     def _plan(self) -> LinearPlan:
         return self._make_plan(x=(1, 128), w=(128, 128))
@@ -359,8 +359,8 @@ class Float8BlockScaling(Recipe):
 class MXFP8BlockScaling(Recipe):
     """OCP MX: 1x32 blocks with power-of-two (e8m0) scales, along the contraction of every GEMM.
 
-    GPUs other than SM 10 have no MX tensor cores: there the operands are quantized, dequantized and
-    multiplied in high precision, and reports say so.
+    Only GPUs of SM 10 have MX tensor cores. On other GPUs the operands are quantized, dequantized
+    and multiplied in high precision, and reports say so.
     """
 
     fp8_format: Format = Format.E4M3
@@ -372,17 +372,17 @@ class MXFP8BlockScaling(Recipe):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class NVFP4BlockScaling(Recipe):
-    """e2m1 in 1x16 blocks, whose e4m3 scales are under one float32 scale of the tensor.
+    """e2m1 in 1x16 blocks, with an e4m3 scale per block and a float32 scale per tensor.
 
-    Weights have 16x16 blocks, so that backward multiplies by the very weight that forward did. A
-    block that holds a value that is not finite gets the scale NaN.
+    Weights have 16x16 blocks, so that backward multiplies by exactly the weight that forward used.
+    A block that holds inf or NaN gets the scale NaN.
 
-    No kernel multiplies 4 bits yet: operands are quantized, dequantized and multiplied in high
-    precision, and reports say so. An element takes a byte meanwhile, and the two scales of a block
-    are held as their float32 product. Attention under ``fp8_dpa`` is in ``fp8_format``.
+    No kernel multiplies 4-bit data yet: operands are quantized, dequantized and multiplied in high
+    precision, and reports say so. Meanwhile an element takes a byte, and the two scales of a block
+    are held as their float32 product. Attention under ``fp8_dpa`` runs in ``fp8_format``.
 
-    Left out of NVIDIA's training recipe: random Hadamard transforms of the operands of wgrad, and
-    stochastic rounding of gradients.
+    Two parts of NVIDIA's training recipe are missing: random Hadamard transforms of the operands of
+    wgrad, and stochastic rounding of gradients.
 
     Source: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149.
     """
@@ -390,7 +390,7 @@ class NVFP4BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     fast_accum: tuple[bool, bool, bool] = (False, False, False)
     disable_2d_quantization: bool = False
-    """Weights have 1x16 blocks, too, and their transpose scales of its own."""
+    """Give weights 1x16 blocks, too; a transposed weight then has scales of its own."""
 
     def _check(self) -> None:
         self._require(self.fp8_format is Format.E4M3, "fp8_format", "Format.E4M3")
@@ -408,5 +408,5 @@ ALL: dict[str, Recipe] = {
     "mx": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),
 }
-"""The recipes by short names, with usual fields: what chooses, reports or compares recipes has them
-from here. Those with measured speed are in the order of their numerics, the coarsest first."""
+"""The recipes by short name, with usual field values, for code that chooses, reports or compares
+recipes. Those with measured speed are ordered by their numerics, the coarsest first."""

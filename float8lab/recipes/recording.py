@@ -1,7 +1,7 @@
-"""Which calls of FP8 modules a checkpointed function made, so that its recomputation repeats them.
+"""Record the calls of FP8 modules in a checkpointed function, so its recomputation repeats them.
 
-A function that is recomputed inside another one's recomputation is recorded while the outer one is
-replayed.
+A function that is recomputed inside the recomputation of another function is recorded while the
+other function is replayed.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import ClassVar, Generic, TypeVar
 __all__ = ["CHECKPOINTS", "NO_BACKWARD", "Recording"]
 
 NO_BACKWARD = -1
-"""Torch's number of the backward pass that runs on a thread where none does."""
+"""The number that torch gives a thread's backward pass where none runs."""
 
 Module = TypeVar("Module")
 Call = TypeVar("Call")
 
 
 class Recording(Generic[Module, Call]):
-    """The calls of FP8 modules during one run of a function: in order, for each module."""
+    """The calls of FP8 modules during one run of a function, in order for each module."""
 
     def __init__(self) -> None:
         self._calls: dict[Module, list[Call | None]] = {}
         self._position: dict[Module, int] = {}
-        self._run: object = None  # the recomputation that stands at this position
+        self._run: object = None  # the recomputation that ``_position`` belongs to
 
     def add(self, module: Module, call: Call | None) -> None:
-        """Note how a call of ``module`` runs; None is high precision."""
+        """Record how a call of ``module`` runs; None is high precision."""
         self._calls.setdefault(module, []).append(call)
 
     def modules(self) -> set[Module]:
-        """The modules that were called."""
+        """Return the modules that were called."""
         return set(self._calls)
 
     def follow(self, run: object) -> None:
@@ -42,11 +42,11 @@ class Recording(Generic[Module, Call]):
             self._position.clear()
 
     def has_next(self, module: Module) -> bool:
-        """Whether ``module`` was called more often than the recomputation has called it by now."""
+        """Whether ``module`` was called more often than the recomputation has called it so far."""
         return self._position.get(module, 0) < len(self._calls.get(module, ()))
 
     def next(self, module: Module) -> Call | None:
-        """How the next call of ``module`` ran.
+        """Return how the next call of ``module`` ran.
 
         Raises:
             RuntimeError: the function calls a module more often than it did at first.
@@ -67,11 +67,11 @@ class _Checkpoints(threading.local):
     """The checkpointed functions that run on a thread."""
 
     of_torch: ClassVar[weakref.WeakKeyDictionary[object, Recording]] = weakref.WeakKeyDictionary()
-    """The recordings of torch's checkpoints, by their frame or ctx; all threads share them."""
+    """The recordings of torch's checkpoints by their frame or ctx; all threads share this table."""
     recordings: tuple[Recording, ...] = ()
-    """Those in progress, the innermost last."""
+    """The recordings in progress, the innermost last."""
     replay: Recording | None = None
-    """The one that a recomputation follows."""
+    """The recording that a recomputation follows."""
 
 
 CHECKPOINTS = _Checkpoints()

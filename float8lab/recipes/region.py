@@ -1,20 +1,20 @@
-"""Regions of delayed scaling, and what is in force: ``STATE`` of a thread, ``PROCESS`` of all.
+"""Regions of delayed scaling, and the settings in force: ``STATE`` per thread, ``PROCESS`` shared.
 
-``STATE`` is what is in force on the thread that reads it, as ``torch.autocast`` is kept per thread:
-one thread's region changes nothing for another. Autograd runs backward on threads of its own, so
-backward reads the ``Call`` that the forward captured; of ``STATE`` it sees only what was entered on
-its own thread, by a recomputation. ``PROCESS`` is the little that all threads share.
+``STATE`` holds the settings of the thread that reads it, as ``torch.autocast`` is kept per thread:
+one thread's region does not affect another. Autograd runs backward on threads of its own, so
+backward reads the ``Call`` that the forward captured; it finds settings in ``STATE`` only if a
+recomputation entered them on its thread. All threads share ``PROCESS``.
 
 A *region* is the span between the entry and the exit of the outermost enabled (or calibrating)
-autocast, or one call of a model converted with a delayed recipe; delayed scaling advances when it
-ends.
+autocast, or one call of a model converted with a delayed recipe; delayed scaling advances when the
+region is closed.
 
-*In a compiled graph* there is no Python to do this. The region is entered and left while the graph
-is traced, and leaves an op in it. At run time the ops that cast under delayed scaling
-(``nn/in_graph.py``) enter their packs in ``STATE.in_graph``, or in the region around the compiled
-function if there is one, and that op closes it. A compiler keeps and orders ops by the tensors they
-write. So the op claims to write ``PROCESS.clock``, and so does another after each module, which
-takes the module's output.
+*In a compiled graph* there is no Python to close a region. The region is entered and left while the
+graph is traced, and puts a closing op into the graph. At run time the ops that cast under delayed
+scaling (``nn/in_graph.py``) enter their packs in ``STATE.in_graph``, or in the region around the
+compiled function if there is one, and the closing op closes the region. A compiler keeps and orders
+ops by the tensors they write, so the closing op claims to write ``PROCESS.clock``, as does an op
+after each recording cast of the forward, which takes the factors of that cast.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ __all__ = [
 ]  # fmt: skip
 
 DEFAULT_RECIPE = DelayedScaling()
-"""The recipe of an ``autocast`` that is given none."""
+"""The recipe of an ``autocast`` that is not given a recipe."""
 
 
 @dataclass(slots=True)
 class ModelInit:
-    """The wishes of an ``fp8_model_init`` block."""
+    """The settings of an ``fp8_model_init`` block."""
 
     recipe: Recipe
     preserve_high_precision_init_val: bool
@@ -58,23 +58,23 @@ class ModelInit:
 class Autocast:
     """The settings that autocast regions have put in force on a thread.
 
-    They are replaced whole, never written. No NamedTuple: one that a graph leaves behind is empty
-    with torch 2.11.
+    The object is replaced, never written. It is no NamedTuple, since torch 2.11 leaves an empty
+    NamedTuple behind after a graph has set it.
     """
 
     enabled: bool | None = None  # None: no autocast is active
-    recipe: Recipe | None = None  # None: the autocast named none
+    recipe: Recipe | None = None  # None: the autocast was not given a recipe
     calibrating: bool = False
-    group: ProcessGroup | None = None  # over which amaxes are reduced
-    backward: int = NO_BACKWARD  # pass in which the innermost autocast was entered
+    group: ProcessGroup | None = None  # reduces amaxes
+    backward: int = NO_BACKWARD  # the backward pass in which the innermost autocast was entered
 
 
 class _State(threading.local):
-    """A thread's values; every thread begins with those of ``__init__``."""
+    """The values of one thread; each thread begins with those set in ``__init__``."""
 
     def __init__(self) -> None:
         self.autocast = Autocast()
-        self.region: Region | None = None  # at whose end delayed scaling advances
+        self.region: Region | None = None  # delayed scaling advances when it closes
         self.init: ModelInit | None = None
         self.in_graph: Region | None = None  # opened by the casts of a compiled graph
 
@@ -85,8 +85,8 @@ class _Process:
     __slots__ = ("clock", "observer")
 
     def __init__(self) -> None:
-        self.clock: Tensor | None = None  # orders the ops of a compiled graph, holds nothing
-        # Sees the casts and GEMMs of all threads, for backward has its own; see inspect/watch.
+        self.clock: Tensor | None = None  # a dummy that orders the ops of compiled graphs
+        # Observes casts and GEMMs on all threads, since backward has its own; see inspect/watch.
         self.observer: Any = None
 
 
@@ -94,49 +94,49 @@ STATE = _State()
 PROCESS = _Process()
 
 
-# Given True, autograd's hooks for tensors that are saved now, or None.
+# Called with True, it returns autograd's current hooks for saved tensors, or None.
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
-    # Where it is available it may not have begun yet; asking that reads an environment variable.
+    # An available CUDA may not be initialized yet; is_available() reads an environment variable.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def current_backward() -> int:
-    """Torch's number of the autograd backward pass that runs on this thread."""
+    """Return torch's number of the autograd backward pass that runs on this thread."""
     return NO_BACKWARD if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
 def in_backward() -> bool:
-    """Whether an autograd backward pass is running on this thread, or a recomputation for one.
-    A module called there is being recomputed by activation checkpointing."""
+    """Whether this thread runs an autograd backward pass or a recomputation for a backward pass.
+    Activation checkpointing recomputes any module that is called at that time."""
     if torch.compiler.is_compiling():
         return False
     return CHECKPOINTS.replay is not None or torch._C._current_graph_task_id() != NO_BACKWARD
 
 
 class Region:
-    """The delayed-scaling packs that recorded amaxes since the region began."""
+    """The delayed-scaling packs that have recorded amaxes since the region began."""
 
     __slots__ = ("fp8_calls", "groups", "has_new_modules", "packs", "silent", "training")
 
     def __init__(self, silent: bool | None = None) -> None:
         self.packs: dict[ScalePack, None] = {}
-        self.has_new_modules = False  # this region is the first with certain modules, on every rank
-        self.groups: dict[Any, None] = {}  # over which amaxes are reduced, used here or not
+        self.has_new_modules = False  # every rank calls certain modules first in this region
+        self.groups: dict[Any, None] = {}  # groups that reduce amaxes, whether or not used here
         self.fp8_calls = 0
-        # Recomputation in backward re-enters user code, autocast included; nothing advances then.
+        # A recomputation re-enters autocast regions of user code; these must not advance scales.
         self.silent = in_backward() if silent is None else silent
         self.training = torch.is_grad_enabled()
 
     def expect(
         self, recipe: Recipe | None, group: ProcessGroup | None, *, calibrating: bool
     ) -> None:
-        """Reduce amaxes over ``group`` at the end, whatever this rank does until then.
+        """Reduce amaxes over ``group`` at the end, even if this rank records none until then.
 
-        Without gradients only if this rank records any: one rank may evaluate alone.
+        Without gradients, reduce only if this rank records amaxes: one rank may evaluate alone.
         """
         recipe = recipe or DEFAULT_RECIPE
         delayed = isinstance(recipe, DelayedScaling) and recipe.reduce_amax
@@ -144,29 +144,29 @@ class Region:
             self.groups[group] = None
 
     def close(self) -> None:
-        """Advance all scales, one launch for each recipe, reduction group and device."""
+        """Advance all scales, with one launch per recipe, reduction group and device."""
         if self.silent:
             return
         if torch.compiler.is_compiling():
             advance_in_graph(self.groups)
             return
         if RECORDED.packs and not capturing():
-            # Casts that a CUDA graph has replayed did not enter their packs. Without new amaxes a
-            # pack stays as it is.
+            # Casts replayed by a CUDA graph did not enter their packs. A pack without new amaxes
+            # is left unchanged.
             self.packs.update(dict.fromkeys(RECORDED.packs))
         if self.packs or (self.groups and reduction.has_ranks()):
             advance_scales(self.packs, self.groups, agree=self.has_new_modules)
 
     def discard(self) -> None:
-        """Forget what the forward recorded: the region did not finish."""
-        with torch._C._DisableFuncTorch():  # a transform would refuse to write in place
+        """Forget the amaxes that the forward recorded, because the region was interrupted."""
+        with torch._C._DisableFuncTorch():  # a functorch transform would refuse in-place writes
             for pack in self.packs:
                 pack.forget(gradients=False)
 
 
 @contextmanager
 def inside(region: Region | None) -> Iterator[None]:
-    """Have the calls in the block belong to ``region``."""
+    """Assign the calls in the block to ``region``."""
     outer, STATE.region = STATE.region, region
     try:
         yield
@@ -174,16 +174,16 @@ def inside(region: Region | None) -> Iterator[None]:
         STATE.region = outer
 
 
-@torch.inference_mode(False)  # the state is not for inference alone
+@torch.inference_mode(False)  # training uses the state, too
 def advance_scales(
     packs: Iterable[ScalePack], groups: Iterable[Any] = (), *, agree: bool = False
 ) -> None:
-    """Advance the slots of these packs, by amaxes that are reduced over ranks first.
+    """Advance the slots of these packs, after reducing their amaxes over ranks.
 
     Args:
-        packs: in which this rank recorded amaxes.
-        groups: process groups in whose reduction this rank takes part even without a pack of
-            theirs.
+        packs: the packs in which this rank recorded amaxes.
+        groups: process groups in whose reduction this rank takes part even if it has no pack for
+            them.
         agree: every rank knows that some rank has new modules (see ``reduction.py``).
     """
     recorded = list(packs)
@@ -191,48 +191,48 @@ def advance_scales(
     for pack in due:
         if pack.parallel is not None and not reduction.includes_shards(pack):
             pack.amax.copy_(pack.parallel.amax(pack.amax))
-    held = _reduce(due, groups, agree=agree) if reduction.has_ranks() else []
+    postponed = _reduce(due, groups, agree=agree) if reduction.has_ranks() else []
     for pack in due:
         pack.update()
-    for amax, value in held:
+    for amax, value in postponed:
         amax.copy_(value)
 
 
 def _reduce(
     due: dict[ScalePack, None], groups: Iterable[Any], *, agree: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """Reduce the amaxes of packs over ranks, and add the packs of which other ranks have some.
+    """Reduce the amaxes of packs over ranks; add packs to ``due`` that got amaxes of other ranks.
 
-    Returns the amaxes that wait for a later reduction, each with its value.
+    Return the amaxes that wait for a later reduction, each with its value.
     """
     reducing = [pack for pack in due if pack.recipe.reduce_amax]
-    held: list[tuple[Tensor, Tensor]] = []
-    for named in dict.fromkeys([*groups, *(pack.group for pack in reducing)]):
-        if (group := reduction.reducing_group(named)) is None:
+    postponed: list[tuple[Tensor, Tensor]] = []
+    for group_key in dict.fromkeys([*groups, *(pack.group for pack in reducing)]):
+        if (group := reduction.reducing_group(group_key)) is None:
             continue
         channel = reduction.channel(group)
         for pack in reducing:
-            if pack.group is named:
+            if pack.group is group_key:
                 for slots in pack.slots():
                     channel.add(slots)
         due.update(dict.fromkeys(channel.reduce(group, agree=agree)))
         for slots in channel.waiting():
             amax = slots.tensors()["amax"]
-            held.append((amax, amax.clone()))
+            postponed.append((amax, amax.clone()))
             amax.fill_(NO_DATA)
-    return held
+    return postponed
 
 
 def set_clock(device: torch.device) -> None:
-    """Have ``PROCESS.clock``, on a GPU as soon as there is a module on one."""
+    """Create ``PROCESS.clock``; move it to a GPU as soon as a module is on one."""
     clock = PROCESS.clock
     if clock is None or (device.type == "cuda" and not clock.is_cuda):
         PROCESS.clock = static_tensor(device if device.type == "cuda" else torch.device("cpu"))
 
 
 def static_tensor(device: torch.device) -> Tensor:
-    """One byte whose address says everything; CUDA graphs do not copy it."""
-    # Not a fake tensor, whatever mode is active.
+    """Return a byte that is identified by its address; CUDA graphs do not copy it."""
+    # It is a real tensor even while a fake tensor mode is active.
     with torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode(False):
         tensor = torch.zeros(1, dtype=torch.uint8, device=device)
     tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
@@ -240,13 +240,13 @@ def static_tensor(device: torch.device) -> Tensor:
 
 
 def come_after_in_graph(y: Tensor) -> None:
-    """Where a graph is traced: have the region end after ``y`` was computed."""
+    """While a graph is traced, order the op that closes the region after the computation of y."""
     if PROCESS.clock is not None:
         _come_after_op(PROCESS.clock, y)
 
 
 def advance_in_graph(groups: Iterable[Any]) -> None:
-    """Where a graph is traced: close the region when the graph gets here."""
+    """While a graph is traced, add the op that closes the region at this point of the graph."""
     if PROCESS.clock is not None:
         _advance_op(PROCESS.clock, [reduction.name_of_group(group) for group in groups])
 
@@ -262,13 +262,13 @@ def _come_after(clock: Tensor, y: Tensor) -> Tensor:
     return clock.new_empty(0)
 
 
-def _nothing(of: Any) -> Tensor:
-    """An output, by whose device the compiler knows that a CUDA graph can hold the op."""
-    return of.clock.new_empty(0)
+def _empty_output(arguments: Any) -> Tensor:
+    """Return an output whose device tells the compiler that a CUDA graph can hold the op."""
+    return arguments.clock.new_empty(0)
 
 
-# To the compiler both write the clock. Nothing reads it, or backward would have to save it.
+# Both ops claim to write the clock. Nothing reads it, or backward would have to save it.
 _come_after_op = declare(
-    _come_after, name="come_after", outputs=_nothing, mutates=("clock",), only_orders=True
+    _come_after, name="come_after", outputs=_empty_output, mutates=("clock",), only_orders=True
 )
-_advance_op = declare(_advance, name="advance", outputs=_nothing, mutates=("clock",))
+_advance_op = declare(_advance, name="advance", outputs=_empty_output, mutates=("clock",))

@@ -1,6 +1,6 @@
-"""The context managers: ``autocast`` and ``fp8_model_init``, each under two names.
+"""Context managers ``autocast`` and ``fp8_model_init``, each available under two names.
 
-What is in force on a thread is in ``region.STATE``, which they save on entry and restore on exit.
+They set ``region.STATE``, the settings of a thread, on entry and restore it on exit.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 class autocast:
     """Run float8lab modules in FP8 inside the ``with`` block; also usable as a decorator.
 
-    Wrap the forward pass; backward follows by itself. Modules of a converted model use
+    Wrap the forward pass; backward then needs no wrapping. Modules of a converted model use
     ``recipe`` in place of their own, except those whose recipe was set by ``overrides``. Regions
-    nest, the innermost wins. Delayed-scaling state advances when the outermost enabled region ends
-    without an exception. As with ``torch.autocast``, a region is in force on the thread that
+    nest; the innermost applies. Delayed-scaling state advances when the outermost enabled region
+    ends without an exception. As with ``torch.autocast``, a region is in force on the thread that
     entered it: enter one in each thread that calls the model.
 
     Args:
         enabled: False disables FP8 inside, for every module.
-        calibrating: record amaxes without quantizing, so that scales are ready later; has an effect
-            of its own when ``enabled`` is False and the recipe is a delayed one.
-        recipe: None leaves a converted module its own recipe; any other module uses
+        calibrating: record amaxes without quantizing, so that scales are ready later; matters only
+            when ``enabled`` is False and the recipe is a delayed one.
+        recipe: with None, modules of a converted model use their own recipe and all others
             ``DelayedScaling()``.
         amax_reduction_group: process group over which delayed scaling reduces amaxes; None is the
             default group, if torch.distributed is initialised.
@@ -55,9 +55,9 @@ class autocast:
     __slots__ = ("_calibrating", "_enabled", "_group", "_outer", "_recipe", "_region")
 
     _names: ClassVar[tuple[str, str]] = ("recipe", "amax_reduction_group")
-    """What callers call the recipe and the group."""
+    """The parameter names of the recipe and the group, for error messages."""
     _warns_of_idle_regions: ClassVar[bool] = True
-    """Whether a region without an FP8 module is warned about; the first warning is the last."""
+    """Whether to warn about a region without an FP8 module; only the first one is warned about."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class autocast:
             if region is None:
                 region = self._region = Region()
             region.expect(self._recipe, self._group, calibrating=self._calibrating)
-        # From here on nothing raises: what __enter__ sets, only __exit__ takes back.
+        # Nothing below may raise, since only __exit__ undoes what __enter__ sets.
         self._outer, STATE.region = STATE.autocast, region
         STATE.autocast = Autocast(
             self._enabled, self._recipe, self._calibrating, self._group, current_backward()
@@ -145,12 +145,12 @@ class fp8_autocast(autocast):
 
 
 def _warn_about_idle_region(frame: FrameType) -> None:
-    """Say that no FP8 module ran in a region, and which modules its function holds."""
+    """Warn that no FP8 module ran in a region, and name the modules of the calling function."""
     autocast._warns_of_idle_regions = False
     compiled = sys.modules.get("torch._dynamo.utils")
     if compiled and compiled.counters["stats"]["unique_graphs"]:
         return  # calls inside a compiled graph are not seen from here
-    held = [
+    seen = [
         f"{name} ({type(value).__name__}, {sum(type(m) is nn.Linear for m in value.modules())} "
         "torch.nn.Linear layers not converted)"
         for name, value in frame.f_locals.items()
@@ -158,21 +158,21 @@ def _warn_about_idle_region(frame: FrameType) -> None:
     ]
     warnings.warn(
         "No FP8 module ran inside autocast(enabled=True); it saw "
-        f"{', '.join(held) or 'no module in the function that entered it'}. Convert the model with "
+        f"{', '.join(seen) or 'no module in the function that entered it'}. Convert the model with "
         "float8lab.convert_to_float8(model) or build it from float8lab modules.",
         stacklevel=3,
     )
 
 
 class quantized_model_init:
-    """Modules created inside keep their weights in FP8 only, one byte a parameter.
+    """Create modules inside the block with weights in FP8 only, one byte per parameter.
 
-    For inference, for frozen base weights (LoRA), and for training with an optimizer that holds
-    high-precision master weights. Also usable as a decorator.
+    Use it for inference, for frozen base weights (LoRA), and for training with an optimizer that
+    holds high-precision master weights. It is also usable as a decorator.
 
     Args:
         enabled: False restores ordinary weights inside an enabled block.
-        recipe: its weight format and granularity are used; None is ``Float8CurrentScaling()``.
+        recipe: gives the format and the block shape of weights; None is ``Float8CurrentScaling()``.
         preserve_high_precision_init_val: keep the initial values on the CPU for master weights;
             ``parameter.get_high_precision_init_val()`` returns them and
             ``parameter.clear_high_precision_init_val()`` frees them.

@@ -1,8 +1,8 @@
 """Attention of Float8Tensors.  B batch, H heads, G key/value heads, S sequence, D head size.
 
-Queries, keys and values with one scale each run the FP8 attention op, which rounds the
-probabilities to e4m3 too, and its backward. Masks, dropout, other blocks, heads above
-``LARGEST_HEAD`` and a GPU for which there is no kernel dequantize inside what torch runs.
+Queries, keys and values with one scale each run the FP8 attention op, which also rounds the
+probabilities to e4m3, and its backward. Masks, dropout, other blocks, heads above ``LARGEST_HEAD``
+and GPUs without a kernel dequantize inside the op that torch runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__: list[str] = []
 
 aten = torch.ops.aten
 
-_COMPOSITION = 0  # of ``torch.nn.attention.SDPBackend``: GEMMs and a softmax, one by one
+_COMPOSITION = 0  # the backend of ``torch.nn.attention.SDPBackend`` that runs separate GEMMs
 
 
 @implements_composite(
@@ -39,21 +39,21 @@ def _attention(
     q, k, v = query, key, value
     if attn_mask is None and not dropout_p and _takes(q, k, v, enable_gqa):
         factor = q.shape[3] ** -0.5 if scale is None else scale
-        if factor > 0:  # what the kernel takes
-            # The first query stands at the first key.
+        if factor > 0:  # the kernel takes no other factor
+            # Torch's causal mask aligns the first query with the first key.
             window = (-1, 0, q.shape[2] - k.shape[2]) if is_causal else (-1, -1, 0)
             return _Attention.run(q, k, v, window, factor)
     arguments = {
         "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa
     }  # fmt: skip
     if aten._fused_sdp_choice(q, k, v, attn_mask, **arguments) != _COMPOSITION:
-        return NotImplemented  # torch's kernel, of the dequantized, with FP8 saved for backward
+        return NotImplemented  # torch's kernel runs on dequantized tensors, and saves FP8 ones
     tensors = tree_map_only(Float8Tensor, Float8Tensor.dequantize, (q, k, v, attn_mask))
     return aten.scaled_dot_product_attention(*tensors, **arguments)
 
 
 def _takes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
-    """Whether the FP8 op takes these operands: ``[B, H, S, D]``, each stored under one scale."""
+    """Whether the FP8 op takes these operands: ``[B, H, S, D]``, each stored with one scale."""
     stored = [x for x in (q, k, v) if isinstance(x, Float8Tensor) and x.spec.per_tensor]
     kinds = {(x.ndim, x.dtype, x.shape[:1]) for x in stored}
     if len(stored) < 3 or len(kinds) > 1 or q.ndim != 4 or q.dtype not in HIGH_PRECISION_DTYPES:
@@ -73,22 +73,22 @@ class _Attention(Float8Function):
     ) -> Tensor:  # fmt: skip
         for x in (q, k, v):
             x._refresh()
-        of_queries = fp8_attention_op(*_operands(q, k, v), window, scale, q.dtype)
-        ctx.save_for_backward(q, k, v, *of_queries)
+        outputs = fp8_attention_op(*_operands(q, k, v), window, scale, q.dtype)
+        ctx.save_for_backward(q, k, v, *outputs)
         ctx.settings = window, scale
-        return of_queries[0]
+        return outputs[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *of_queries = ctx.saved_tensors
-        saved, needs = (*_operands(q, k, v), *of_queries), ctx.needs_input_grad[:3]
+        q, k, v, *outputs = ctx.saved_tensors
+        saved, needs = (*_operands(q, k, v), *outputs), ctx.needs_input_grad[:3]
         gradients = fp8_attention_backward_op(decoded(dout), *saved, *ctx.settings)
         return *[g if need else None for g, need in zip(gradients, needs, strict=True)], None, None
 
 
 def _operands(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Data and scales of q, k and v as the op takes them."""
+    """Return the data and scales of q, k and v as the op takes them."""
     quantized = [x for x in tensors if isinstance(x, Float8Tensor)]
     return (*(x.qdata for x in quantized), *(x.scale.view(1) for x in quantized))
 

@@ -1,6 +1,6 @@
-"""Blocks of tensors of any number of dimensions: quantization, and the blocks of views.
+"""Quantize tensors of any number of dimensions in blocks, and find the blocks of their views.
 
-Functions take plain tensors and shapes and return fresh ones; nothing here knows Float8Tensor.
+Functions take plain tensors and shapes and return fresh ones; none of them uses Float8Tensor.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = [
 
 
 def refine_scale(scale: Tensor, length: int, old: int, new: int, dim: int) -> Tensor:
-    """Scales along ``dim`` of a tensor of that length, its blocks of ``old`` cut down to ``new``.
+    """Return the scales of a tensor along ``dim`` after cutting its ``old`` blocks to ``new``.
 
-    ``new`` divides ``old``; a block that holds the whole dimension is cut anywhere.
+    ``length`` is the size of ``dim``. ``new`` divides ``old``, unless ``old`` spans the dimension.
     """
     if old == new:
         return scale
@@ -43,7 +43,7 @@ def refine_scale(scale: Tensor, length: int, old: int, new: int, dim: int) -> Te
 
 
 def by_block(x: Tensor, block: Sequence[int], reduce: Callable[..., Tensor], fill: float) -> Tensor:
-    """``reduce(x, dim=...)`` of each block, which is filled up where an edge cuts it."""
+    """Compute ``reduce(x, dim=...)`` of each block; blocks cut by an edge are padded with fill."""
     counts = scale_shape(tuple(x.shape), tuple(block))
     if x.numel() == 0:
         return reduce(x.new_full((*counts, 1), fill), dim=[-1])
@@ -53,27 +53,27 @@ def by_block(x: Tensor, block: Sequence[int], reduce: Callable[..., Tensor], fil
         padding = [pad for right in reversed(missing) for pad in (0, right)]
         x = torch.nn.functional.pad(x, padding, value=fill)
     shape: list[int] = []
-    inside: list[int] = []  # the dimensions to reduce; few and last, for fast kernels
+    block_dims: list[int] = []  # the dimensions to reduce; few and last, for fast kernels
     for count, size in zip(counts, sizes, strict=True):
         shape.append(count)
         if size != 1:
-            inside.append(len(shape))
+            block_dims.append(len(shape))
             shape.append(size)
-    if not inside:
-        inside, shape = [len(shape)], [*shape, 1]
-    return reduce(x.reshape(shape), dim=inside)
+    if not block_dims:
+        block_dims, shape = [len(shape)], [*shape, 1]
+    return reduce(x.reshape(shape), dim=block_dims)
 
 
 def block_amax(x: Tensor, block: Sequence[int]) -> Tensor:
-    """Largest absolute value of each block, float32; 0 if empty. bool counts as 0 and 1."""
+    """Return the float32 amax of each block; 0 if empty. A bool counts as 0 or 1."""
     return by_block(x.float().abs(), block, torch.amax, 0.0)
 
 
 def _matrix_block(spec: Spec, ndim: int) -> tuple[int, int] | None:
-    """The block of the [rows, last dimension] form of a tensor, where that form is quantized alike.
+    """Return the block of a tensor's [rows, last dimension] form, if that form has the same blocks.
 
-    None if blocks span more than the last dimension, and the tensor is neither a matrix nor scaled
-    as a whole.
+    Return None if blocks span several dimensions and the tensor is neither a matrix nor scaled per
+    tensor.
     """
     if spec.per_tensor:
         return (-1, -1)
@@ -93,15 +93,15 @@ def quantize_blocks(
     x: Tensor, spec: Spec, *, scale: Tensor | None = None, amax_epsilon: float = 0.0,
     known_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """FP8 data, scales and amaxes of a tensor of any number of dimensions.
+    """Return FP8 data, scales and amaxes of a tensor of any number of dimensions.
 
     Args:
         x: any shape; ``spec`` has one block size for each dimension. Float64 is rounded to float32,
             and saturates where that overflows.
-        scale: given decode scales, broadcastable to one per block, that ``x`` is divided by; else
-            they follow from ``x``.
-        amax_epsilon: amaxes are raised to at least this before scales are made from them.
-        known_amax: of a matrix, or a batch: the amaxes, one per block, if ``x`` does not tell them.
+        scale: decode scales by which ``x`` is divided, broadcastable to one per block; None:
+            compute them from ``x``.
+        amax_epsilon: smaller amaxes are raised to this value before scales are computed.
+        known_amax: amaxes to use instead of those of ``x``, one per block of a matrix or a batch.
     """
     shape, scales = tuple(x.shape), spec.scale_shape(tuple(x.shape))
     if scale is not None:
@@ -119,28 +119,28 @@ def quantize_blocks(
     else:
         if known_amax is not None:
             params = QuantParams.of_amax(_as_matrix(known_amax), spec.scale_rule)
-        made = quantize(matrix, matrix_spec, None, params, amax_epsilon, align=1, keep_amaxes=True)
-        (qdata, scale), amaxes = made.rowwise, made.requant
-        # The amax that a tensor scale is made of says nothing of those of blocks.
+        cast = quantize(matrix, matrix_spec, None, params, amax_epsilon, align=1, keep_amaxes=True)
+        (qdata, scale), amaxes = cast.rowwise, cast.requant
+        # With a tensor scale, the cast returns the tensor's amax, not those of blocks.
         amax = block_amax(x, spec.block) if spec.tensor_scale or amaxes is None else amaxes
     return qdata.reshape(shape), scale.reshape(scales), amax.reshape(scales)
 
 
 @functools.lru_cache(maxsize=1024)
 def with_block(spec: Spec, block: tuple[int, ...]) -> Spec:
-    """A spec with another block."""
+    """Return a spec with another block."""
     return spec if spec.block == block else replace(spec, block=block)
 
 
 def _as_matrix(x: Tensor) -> Tensor:
-    """The [rows, last dimension] form of a tensor, a copy where it cannot be a view."""
+    """Return the [rows, last dimension] form of a tensor; it is a copy if it cannot be a view."""
     if x.ndim == 2:
         return x
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.ndim else x.reshape(1, 1)
 
 
 def _is_batch(x: Tensor, spec: Spec) -> bool:
-    """Whether a tensor that has no matrix form has parts along its first dimension."""
+    """Whether a tensor without a matrix form can be quantized in slices of its first dimension."""
     return x.ndim > 2 and spec.block[0] == 1 and x.shape[0] > 0
 
 
@@ -157,7 +157,7 @@ def _by_matrix(
         for m, s, a in zip(x.unbind(), scales_in, amaxes_in, strict=True)
     ]
     data, scales, amaxes = zip(*stored, strict=True)
-    q = torch.stack([q.view(torch.uint8) for q in data])  # torch.autocast stacks no FP8
+    q = torch.stack([q.view(torch.uint8) for q in data])  # torch.autocast cannot stack FP8
     return q.view(spec.fp8_dtype), torch.stack(scales), torch.stack(amaxes)
 
 
@@ -175,16 +175,16 @@ def _by_arithmetic(
 
 
 def requantize_blocks(x: Tensor, spec: Spec, scale: Tensor, amax: Tensor) -> Tensor:
-    """FP8 data of ``x`` by the same cast that gave these scales and amaxes, one per block."""
-    # Where a scale follows from its amax, ``x`` is multiplied by the encode factor of that amax;
-    # where it does not, it was given, and ``x`` is divided by it. A scale that was made with an
-    # ``amax_epsilon`` above the amax is taken for a given one.
-    if spec.tensor_scale:  # whose encode factors follow from the scales
+    """Return FP8 data of ``x`` by the cast that gave these scales and amaxes, one per block."""
+    # Where the scale matches its amax, ``x`` is multiplied by the encode factor of that amax.
+    # Otherwise the scale was given, and ``x`` is divided by it. A scale that was computed with an
+    # ``amax_epsilon`` above the amax is treated like a given one.
+    if spec.tensor_scale:  # its encode factors follow from the scales
         encode = expand_scale((1.0 / scale).clamp(max=FLOAT32_MAX), spec.block, x.shape)
         return round_to_fp8(x.float() * encode, x, spec.fp8_dtype, spec.scale_rule)
-    own_scale, encode = factors_from_amax(amax, spec.fp8_dtype, spec.scale_rule)
+    amax_scale, encode = factors_from_amax(amax, spec.fp8_dtype, spec.scale_rule)
     follows, encode, scale = (
-        expand_scale(t, spec.block, x.shape) for t in (own_scale == scale, encode, scale)
+        expand_scale(t, spec.block, x.shape) for t in (amax_scale == scale, encode, scale)
     )
     value = torch.where(follows, x.float() * encode, x.float() / scale)
     return round_to_fp8(value, x, spec.fp8_dtype, spec.scale_rule)
@@ -193,20 +193,20 @@ def requantize_blocks(x: Tensor, spec: Spec, scale: Tensor, amax: Tensor) -> Ten
 _Stored = tuple[Tensor, Tensor, Tensor]
 """FP8 data, scales and amaxes of a tensor."""
 _Kind = tuple[torch.dtype, torch.device, torch.dtype, tuple[int, int], str]
-"""The properties that all matrices quantized by one op have in common."""
+"""The properties that all matrices quantized by one op share."""
 
 
 def quantize_blocks_(
     values: Sequence[Tensor], specs: Sequence[Spec], targets: Sequence[_Stored]
 ) -> None:
-    """Write ``quantize_blocks`` of many tensors into tensors that exist.
+    """Write the results of ``quantize_blocks`` of many tensors into existing tensors.
 
-    One op quantizes all tensors of one dtype, format, block, scale rule and device. The version
-    counters of the targets are increased.
+    One op quantizes all tensors with the same dtype, format, block, scale rule and device. The
+    version counters of the targets are increased.
 
     Args:
         values: any shapes, high precision.
-        targets: FP8 data, scales and amaxes of each, of the shapes that ``quantize_blocks`` gives.
+        targets: FP8 data, scales and amaxes of each, in the shapes of ``quantize_blocks``.
     """
     groups: dict[_Kind, list[list[Tensor]]] = defaultdict(list)
     copies: list[tuple[Tensor, Tensor]] = []
@@ -225,12 +225,12 @@ def quantize_blocks_(
         cast_many_op(values, data, block, rule, 0.0, scales, amaxes, [])
     for tensor, matrix in copies:
         tensor.copy_(matrix.view(tensor.shape))
-    # The op leaves version counters to its caller.
+    # The op does not increase version counters; its caller does.
     torch.autograd.graph.increment_version([tensor for target in targets for tensor in target])
 
 
 def _matrices(value: Tensor, spec: Spec, stored: _Stored) -> Iterator[tuple[Tensor, Spec, _Stored]]:
-    """Yield the parts of a tensor that ``quantize_blocks`` quantizes one by one, or the tensor."""
+    """Yield a tensor, or those slices of it that ``quantize_blocks`` quantizes one by one."""
     if _matrix_block(spec, value.ndim) is None and _is_batch(value, spec):
         matrix_spec = replace(spec, block=spec.block[1:])
         for x, q, scale, amax in zip(value, *stored, strict=True):
@@ -242,10 +242,10 @@ def _matrices(value: Tensor, spec: Spec, stored: _Stored) -> Iterator[tuple[Tens
 def dequantize_blocks(
     q: Tensor, scale: Tensor, spec: Spec, dtype: torch.dtype, *, prior: Tensor | None = None
 ) -> Tensor:
-    """``q * scale``, multiplied in float32 and rounded once to ``dtype``; exact in float64.
+    """Return ``q * scale``, multiplied in float32 and rounded once to ``dtype``; exact in float64.
 
-    ``prior`` is a tensor that a compiled graph must compute first, where one op dequantizes;
-    elsewhere it is ignored.
+    ``prior`` is a tensor that a compiled graph must compute before the op that dequantizes; outside
+    a compiled graph it is ignored.
     """
     if dtype == torch.float64:
         return q.double() * expand_scale(scale, spec.block, q.shape)
@@ -257,10 +257,10 @@ def dequantize_blocks(
 def block_of_view(
     old: Sequence[int], new: Sequence[int], block: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The block that a tensor's view has, and the one that the tensor must be cut to for it.
+    """Return the block of a tensor's view, and the block to which the tensor must be cut for it.
 
-    The second is ``block`` itself wherever every block of the tensor is a block of the view too,
-    and smaller where the view would cut one.
+    The second result is ``block`` itself if each block of the tensor is also a block of the view,
+    and smaller if the view would cut a block.
 
     >>> block_of_view((6, 256), (2, 3, 256), (1, 128))
     ((1, 1, 128), (1, 128))
@@ -270,19 +270,19 @@ def block_of_view(
     ((1, 6), (1, -1))
     """
     old, new, block = tuple(old), tuple(new), tuple(block)
-    tail = 0  # trailing dimensions left as they are
+    tail = 0  # number of unchanged trailing dimensions
     while tail < min(len(old), len(new)) and old[-1 - tail] == new[-1 - tail]:
         tail += 1
     tail_block = block[len(block) - tail :]
     front, front_new = old[: len(old) - tail], new[: len(new) - tail]
     if all(b == 1 or n == 1 for b, n in zip(block, front, strict=False)):
         return (1,) * len(front_new) + tail_block, block
-    head = 0  # leading dimensions left as they are
+    head = 0  # number of unchanged leading dimensions
     while head < min(len(front), len(front_new)) and front[head] == front_new[head]:
         head += 1
     cut = list(block)
     middle: list[int] = [1] * (len(front_new) - head)
-    for dims, dims_new in _groups(front, front_new, head):
+    for dims, dims_new in _pair_dims(front, front_new, head):
         sizes = [old[d] for d in dims]
         blocks = [old[d] if block[d] == -1 else min(block[d], old[d]) for d in dims]
         fitting, refined = _regroup(sizes, [new[d] for d in dims_new], blocks)
@@ -293,17 +293,17 @@ def block_of_view(
     return block[:head] + tuple(middle) + tail_block, tuple(cut)
 
 
-def _groups(
+def _pair_dims(
     old: Sequence[int], new: Sequence[int], start: int
 ) -> list[tuple[list[int], list[int]]]:
-    """Dimensions of the two shapes that hold the same elements; those of size 1 are left out."""
-    left = [d for d in range(start, len(old)) if old[d] != 1]
-    right = [d for d in range(start, len(new)) if new[d] != 1]
+    """Pair dimensions of the two shapes that hold the same elements; skip dimensions of size 1."""
+    old_dims = [d for d in range(start, len(old)) if old[d] != 1]
+    new_dims = [d for d in range(start, len(new)) if new[d] != 1]
     groups = []
-    while left and right:
-        a, b = [left.pop(0)], [right.pop(0)]
+    while old_dims and new_dims:
+        a, b = [old_dims.pop(0)], [new_dims.pop(0)]
         while excess := math.prod(old[d] for d in a) - math.prod(new[d] for d in b):
-            dims, remaining = (a, left) if excess < 0 else (b, right)
+            dims, remaining = (a, old_dims) if excess < 0 else (b, new_dims)
             dims.append(remaining.pop(0))
         groups.append((a, b))
     return groups
@@ -312,12 +312,12 @@ def _groups(
 def _regroup(
     old: Sequence[int], new: Sequence[int], blocks: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Blocks of the new dimensions, and of the old ones after cutting them to fit."""
+    """Return the blocks of the new dimensions, and of the old ones after cutting them to fit."""
     if len(old) == len(new) == 1:
         return list(blocks), list(blocks)
     run, refined = _run(old, blocks)
     fitting = _split(run, new)
-    while fitting is None:  # halving keeps the common powers of two, and a run of 1 fits
+    while fitting is None:  # halving keeps common powers of two, and a run of 1 always fits
         run = run // 2 if run % 2 == 0 else 1
         fitting, cut = _split(run, new), _split(run, old)
         refined = [n if r == -1 else r for n, r in zip(old, cut or old, strict=True)]
@@ -327,11 +327,11 @@ def _regroup(
 
 
 def _run(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[int, list[int]]:
-    """Length of the stretches of consecutive elements that share a scale, blocks cut to form them.
+    """Return the run, the number of consecutive elements that share a scale, and the cut blocks.
 
-    Elements share a scale if trailing dimensions lie whole in a block and all before the next one
-    have blocks of one; a block that stops short in that next dimension must also divide it, unless
-    it is first.
+    Elements share a scale if blocks span the trailing dimensions and have size 1 in all dimensions
+    before the next one. A block that does not span that next dimension must also divide it, unless
+    the dimension is the first.
     """
     d = len(sizes) - 1
     while d >= 0 and blocks[d] == sizes[d]:
@@ -345,7 +345,7 @@ def _run(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[int, list[int]]:
 
 
 def _split(run: int, sizes: Sequence[int]) -> list[int] | None:
-    """Blocks whose elements are stretches of ``run`` consecutive ones; None if there are none."""
+    """Return blocks that consist of runs of ``run`` consecutive elements; None if impossible."""
     blocks = [1] * len(sizes)
     for d in range(len(sizes) - 1, -1, -1):
         if run == 1:

@@ -1,19 +1,19 @@
-"""Handlers of collectives on Float8Tensors: data and scales travel, nothing is requantized.
+"""Handlers of collectives on Float8Tensors: data and scales are sent, without requantization.
 
 FP8 data is sent as bytes, since gloo does not know the FP8 formats. The bytes of a tensor are laid
-out by *rows*, its slices along the first dimension: each row has its FP8 data and the scales and
-amaxes of its blocks. So a tensor is cut and joined along that dimension at any row, whether or not
-a block begins there. Received rows keep their bytes in a block whose rows have one scale; a block
-of rows with several scales is requantized, with a scale of its own.
+out by *rows*, the slices along its first dimension: each row has its FP8 data and the scales and
+amaxes of its blocks. So a tensor can be cut and joined along that dimension at any row, even inside
+a block. Received rows keep their bytes in a block whose rows have the same scale; a block of rows
+with different scales is requantized with a new scale.
 
 Sums are taken of the dequantized values, in float32, and quantized.
 
-Before a collective, ranks tell each other what they send and expect: tensors that are quantized
-differently have different numbers of bytes, for which ranks would wait forever. A rank also tells
-why its tensor cannot be written to, so all ranks raise and nothing is sent. The exceptions are
-functional collectives, which compiled graphs hold, and point-to-point calls: the receiver refuses
-before it posts anything, but the sender does not hear of that, and two tensors that are quantized
-differently meet only in the messages.
+Before a collective, ranks exchange descriptions of the tensors they send and expect: tensors that
+are quantized differently have different numbers of bytes, and ranks would wait forever. A rank also
+reports why its tensor cannot be written to, so all ranks raise and nothing is sent. The exceptions
+are functional collectives, which compiled graphs hold, and point-to-point calls: the receiver
+raises before it posts a receive, but the sender does not learn of that, and tensors that are
+quantized differently are not detected before the messages arrive.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ functional = torch.ops._c10d_functional
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 Tensors = list[Float8Tensor]
-"""Tensors of a collective of lists: those that a rank gets, or sends."""
-_Begun = tuple[object, ScriptObject] | ScriptObject | None
-"""The result of a collective: its outputs and a work handle, or the handle."""
+"""The tensors that a rank gets or sends in a collective of lists."""
+_Started = tuple[object, ScriptObject] | ScriptObject | None
+"""The result of a collective op: its outputs and a work handle, or only the handle."""
 
 
 def _existing(namespace: object, *names: str) -> list[OpOverload]:
-    """Overloads that this torch has: some builds have no collectives, some versions not all."""
+    """Return the overloads that this torch has: builds and versions lack some collectives."""
     return [getattr(namespace, name).default for name in names if hasattr(namespace, name)]
 
 
@@ -64,18 +64,18 @@ def _existing(namespace: object, *names: str) -> list[OpOverload]:
 
 
 def _with_rows(x: AnyTensor) -> AnyTensor:
-    """The tensor itself, or a scalar as a tensor of one row."""
+    """Return the tensor itself, or a scalar as a tensor with one row."""
     return x if x.ndim else aten.view.default(x, (1,))
 
 
 def _width(x: Float8Tensor) -> int:
-    """Bytes of a row."""
+    """Return the number of bytes per row."""
     return math.prod(x.shape[1:]) + 2 * 4 * math.prod(x.spec.scale_shape(tuple(x.shape))[1:])
 
 
 def _pack(x: Float8Tensor) -> Tensor:
-    """Rows of bytes: ``[rows, _width(x)]``, uint8."""
-    x._refresh()  # dispatch does not see into lists of lists
+    """Copy a tensor to rows of bytes, ``[rows, _width(x)]`` in uint8."""
+    x._refresh()  # dispatch does not refresh views in lists of lists
     x = cut(x, (1, *x.spec.block[1:]))
     scales = (t.clone(memory_format=torch.contiguous_format) for t in (x.scale, x.amax))
     fields = (*scales, x.qdata)
@@ -85,7 +85,7 @@ def _pack(x: Float8Tensor) -> Tensor:
 
 
 def _unpack(data: Tensor, like: Float8Tensor) -> Float8Tensor:
-    """Make a Float8Tensor like ``like`` from rows by ``_pack``; no block reaches beyond a row."""
+    """Make a Float8Tensor like ``like`` from the rows of ``_pack``; each block is within a row."""
     spec = replace(like.spec, block=(1, *like.spec.block[1:]))
     shape = (data.shape[0], *like.shape[1:])
     scales = spec.scale_shape(shape)
@@ -98,8 +98,8 @@ def _unpack(data: Tensor, like: Float8Tensor) -> Float8Tensor:
 
 
 def _in_blocks(x: Float8Tensor, block: tuple[int, ...]) -> Float8Tensor:
-    """The tensor in another block, which may hold several of its own or parts of them.
-    A block whose elements have one scale keeps it and their bytes; others are requantized."""
+    """Change the block of a tensor; a new block may join several old blocks or parts of them.
+    A block whose elements share a scale keeps that scale and its bytes; others are requantized."""
     if x.spec.block == block:
         return x
     scales, amaxes = (
@@ -117,7 +117,7 @@ def _in_blocks(x: Float8Tensor, block: tuple[int, ...]) -> Float8Tensor:
 
 @torch.no_grad()
 def _receive(tensors: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-    """Write to each tensor as many rows of its bytes as it has."""
+    """Write to each tensor its number of rows from the received bytes."""
     for x, data in zip(tensors, received, strict=True):
         assert isinstance(x, Float8Tensor), "ranks have agreed on that"
         width = _width(x)
@@ -126,15 +126,15 @@ def _receive(tensors: Sequence[Tensor], received: Sequence[Tensor]) -> None:
 
 
 def _padded(data: Tensor, size: int) -> Tensor:
-    """The bytes with zeros after them, since backends want one size from all ranks."""
+    """Append zero bytes up to ``size``, since backends want the same size from all ranks."""
     return torch.nn.functional.pad(data.view(-1), (0, size - data.numel()))
 
 
-# Ranks that agree, and work that is not done yet.
+# Agreement between ranks, and work that is still running.
 
 
 def _rank_and_size(group: ScriptObject) -> tuple[int, int]:
-    """This process's rank in the group, and the number of ranks."""
+    """Return this process's rank in the group, and the number of ranks."""
     ranks = dist.ProcessGroup.unbox(group)
     return ranks.rank(), ranks.size()
 
@@ -143,15 +143,15 @@ _NOTHING = "nothing"
 
 
 def _text(x: Tensor, shape: Sequence[int] | None = None) -> str:
-    """Description of a tensor, or part of it, that sender and receiver must agree on."""
+    """Describe a tensor, or some of its rows, for comparison between sender and receiver."""
     stored = f" as {x.spec}" if isinstance(x, Float8Tensor) else ", not quantized"
     return f"{x.dtype} {tuple(x.shape if shape is None else shape)}{stored}"
 
 
 def _refusal(x: Tensor) -> str:
-    """Why a tensor cannot be written to; empty if it can."""
+    """Say why a tensor cannot be written to; return an empty string if it can."""
     if not isinstance(x, Float8Tensor):
-        return ""  # such a tensor is refused for what it is
+        return ""  # an ordinary tensor can be written to, or ``_agree`` refuses it
     if x._window is not None and x._window.base is None:
         return "a view that has lost its base in a compiled function"
     if torch._debug_has_internal_overlap(x.qdata) == 1:
@@ -160,13 +160,13 @@ def _refusal(x: Tensor) -> str:
 
 
 def _written(text: str, *tensors: Tensor) -> str:
-    """Description of what a rank expects: ``text``, or why a tensor cannot be written to."""
+    """Return ``text``, which describes the expected tensor, or say why it cannot be written to."""
     refusals = filter(None, map(_refusal, tensors))
     return next((f"no tensor, for {refusal}," for refusal in refusals), text)
 
 
 def _texts(x: Tensor, world: int, name: str, splits: Sequence[int] = ()) -> list[str]:
-    """``_text`` of the rows for each rank, which are ``splits`` of them, or equally many."""
+    """Return ``_text`` of the rows for each rank: ``splits`` rows, or else equally many."""
     rows = x.shape[0]
     if not splits and rows % world == 0:
         splits = [rows // world] * world
@@ -176,35 +176,35 @@ def _texts(x: Tensor, world: int, name: str, splits: Sequence[int] = ()) -> list
 
 
 def _agree(group: ScriptObject, sends: list[str], expects: list[str], size: int = 0) -> int:
-    """The largest ``size`` of any rank; raises unless each sends what the others expect."""
+    """Return the largest ``size`` of all ranks; raise unless each sends what others expect."""
     ranks = dist.ProcessGroup.unbox(group)
-    if dist.get_backend(ranks) == "fake":  # torch's, for one process that plays a rank of many
+    if dist.get_backend(ranks) == "fake":  # torch's backend that simulates ranks in one process
         return size
-    told: list[tuple[list[str], list[str], int]] = [(sends, expects, size)] * ranks.size()
-    dist.all_gather_object(told, told[0], ranks)
-    for source, (sent, _, _) in enumerate(told):
-        for target, (_, expected, _) in enumerate(told):
+    claims: list[tuple[list[str], list[str], int]] = [(sends, expects, size)] * ranks.size()
+    dist.all_gather_object(claims, claims[0], ranks)
+    for source, (sent, _, _) in enumerate(claims):
+        for target, (_, expected, _) in enumerate(claims):
             if sent[target] != expected[source]:
                 raise ValueError(
                     f"the tensor that rank {source} of the group sends to rank {target} must be "
                     f"the one expected there; got {sent[target]} sent, {expected[source]} "
                     "expected. Quantize both alike, with equal shapes."
                 )
-    return max(size for _, _, size in told)
+    return max(size for _, _, size in claims)
 
 
-def _begun(result: _Begun) -> dist.Work | None:
-    """The work handle in an op's result; None for an op that torch coalesces."""
+def _work_handle(result: _Started) -> dist.Work | None:
+    """Return the work handle of an op's result; None for an op that torch coalesces."""
     work = result[1] if isinstance(result, tuple) else result
     return None if work is None else dist.Work.unbox(work)
 
 
-# Torch may be built without the base class.
+# Torch may be built without distributed support and its base class.
 class _Work(dist.Work if dist.is_available() else object):  # type: ignore[misc]  # dynamic base
-    """Several works as one, and what remains to be done after them.
+    """Several works as one, and a function to run after them.
 
-    Torch passes a work through C++ to the caller, where its Python half is lost unless something
-    holds it: ``latest`` does, until the next work is made, or this one has been waited for.
+    Torch passes a work through C++ to the caller, and drops its Python half unless something holds
+    it. ``latest`` holds it until the next work is made or this one has been waited for.
     """
 
     latest = threading.local()
@@ -248,13 +248,13 @@ def _broadcast(
     expected = [text if rank == root else _NOTHING for rank in range(world)]
     _agree(group, [expected[me]] * world, expected)
     data = _pack(x)
-    work = _begun(op([data], group, root, *args))
+    work = _work_handle(op([data], group, root, *args))
     finish = None if me == root else partial(_receive, [x], [data])
     return tensors, _Work([work], finish).boxed()
 
 
 def _sizes(tensors: Sequence[Tensor]) -> list[int]:
-    """Bytes of each; 0 if it is not stored in FP8, which ``_agree`` refuses."""
+    """Return the bytes of each tensor; 0 for a tensor not in FP8, which ``_agree`` refuses."""
     return [x.shape[0] * _width(x) if isinstance(x, Float8Tensor) else 0 for x in tensors]
 
 
@@ -262,7 +262,7 @@ def _sizes(tensors: Sequence[Tensor]) -> list[int]:
 def _gather_list(
     op: OpOverload, outputs: list[Tensors], inputs: Tensors, group: ScriptObject, *args: object
 ) -> object:
-    """Gather on every rank, or on the root, whose number is the first of ``args``."""
+    """Gather on every rank, or on the root rank, which is then the first of ``args``."""
     (x,), root = map(_with_rows, inputs), None if op is c10d.allgather_.default else args[0]
     targets = [_with_rows(out) for out in outputs[0]] if outputs else []
     _, world = _rank_and_size(group)
@@ -270,8 +270,8 @@ def _gather_list(
     expects = [_written(_text(target), target) for target in targets] or [_NOTHING] * world
     size = _agree(group, sends, expects, max(_sizes([x])))
     received = [torch.empty(size, dtype=torch.uint8, device=x.device) for _ in targets]
-    begun = op([received] if outputs else [], [_padded(_pack(x), size)], group, *args)
-    work = _Work([_begun(begun)], partial(_receive, targets, received)).boxed()
+    result = op([received] if outputs else [], [_padded(_pack(x), size)], group, *args)
+    work = _Work([_work_handle(result)], partial(_receive, targets, received)).boxed()
     return (outputs, work) if root is None else work
 
 
@@ -282,7 +282,7 @@ def _scatter_list(
 ) -> tuple[Tensors, ScriptObject]:  # fmt: skip
     (x,) = map(_with_rows, outputs)
     sources = [_with_rows(source) for source in inputs[0]] if inputs else []
-    if isinstance(x, Float8Tensor):  # shards of a tensor, whose edges have cut blocks
+    if isinstance(x, Float8Tensor):  # shards of one tensor may have cut blocks at their edges
         sources = tree_map_only(Float8Tensor, partial(_in_blocks, block=x.spec.block), sources)
     _, world = _rank_and_size(group)
     sends = list(map(_text, sources)) or [_NOTHING] * world
@@ -290,7 +290,7 @@ def _scatter_list(
     size = _agree(group, sends, expects, max(_sizes([x])))
     received = torch.empty(size, dtype=torch.uint8, device=x.device)
     data = [[_padded(_pack(source), size) for source in sources]] if inputs else []
-    work = _begun(op([received], data, group, root, *args))
+    work = _work_handle(op([received], data, group, root, *args))
     return outputs, _Work([work], partial(_receive, [x], [received])).boxed()
 
 
@@ -298,13 +298,13 @@ def _scatter_list(
 def _all_to_all_list(
     op: OpOverload, outputs: Tensors, inputs: Tensors, group: ScriptObject, *args: object
 ) -> tuple[Tensors, ScriptObject]:
-    """Exchange lists as one tensor of bytes, since gloo has no such collective of lists."""
+    """Exchange lists as one tensor of bytes, since gloo has no all-to-all of lists."""
     sources, targets = ([_with_rows(x) for x in tensors] for tensors in (inputs, outputs))
     _agree(group, list(map(_text, sources)), [_written(_text(x), x) for x in targets])
     sent, expected = _sizes(sources), _sizes(targets)
     data = torch.cat([_pack(x).view(-1) for x in sources])
     received = data.new_empty(sum(expected))
-    work = _begun(c10d.alltoall_base_.default(received, data, group, expected, sent, *args))
+    work = _work_handle(c10d.alltoall_base_.default(received, data, group, expected, sent, *args))
     return outputs, _Work([work], partial(_receive, targets, received.split(expected))).boxed()
 
 
@@ -313,7 +313,7 @@ def _all_gather_base(
     op: OpOverload, output: Tensor, x: Float8Tensor, group: ScriptObject, *args: object
 ) -> tuple[Tensor, ScriptObject]:
     _, world = _rank_and_size(group)
-    if output.ndim > x.ndim > 0:  # a dimension of ranks
+    if output.ndim > x.ndim > 0:  # the output has an extra dimension of ranks
         out, expects = output.flatten(0, 1), [_text(target) for target in output]
     else:
         out, x = _with_rows(output), _with_rows(x)
@@ -321,7 +321,7 @@ def _all_gather_base(
     _agree(group, [_text(x)] * world, [_written(text, out) for text in expects])
     data = _pack(x)
     received = data.new_empty(out.shape[0], data.shape[1])
-    work = _begun(op(received, data, group, *args))
+    work = _work_handle(op(received, data, group, *args))
     return output, _Work([work], partial(_receive, [out], [received])).boxed()
 
 
@@ -336,15 +336,15 @@ def _all_to_all_base(
     _agree(group, sends, expects)
     data = _pack(x)
     received = data.new_empty(out.shape[0], data.shape[1])
-    work = _begun(op(received, data, group, out_splits, in_splits, *args))
+    work = _work_handle(op(received, data, group, out_splits, in_splits, *args))
     return _Work([work], partial(_receive, [out], [received])).boxed()
 
 
-# Sums.
+# Collectives that sum.
 
 
 def _value(x: Tensor, shape: Sequence[float] | None = None) -> str:
-    """``_text`` for collectives of values, which travel in float32 for a Float8Tensor."""
+    """Return ``_text`` for collectives of values, which send a Float8Tensor in float32."""
     dtype = torch.float32 if isinstance(x, Float8Tensor) else x.dtype
     return f"{dtype} {tuple(x.shape if shape is None else shape)}"
 
@@ -352,19 +352,19 @@ def _value(x: Tensor, shape: Sequence[float] | None = None) -> str:
 def _reduce_values(
     op: OpOverload, args: Sequence[object], written: Sequence[Tensor], *tensors: object
 ) -> ScriptObject:
-    """The boxed work of a collective on values in float32; results are quantized when it is done.
+    """Run a collective on values in float32; quantize the results when the returned work is done.
 
     Args:
         op: the collective, which takes ``tensors`` without Float8Tensors, and ``args``.
-        written: those of the tensors that it writes.
-        tensors: nested lists.
+        written: the tensors that the collective writes.
+        tensors: nested lists of tensors.
     """
     values = {
         id(x): blocks.dequantize_blocks(x.qdata, x.scale, x.spec, torch.float32)
         for x in tree_leaves(tensors)
         if isinstance(x, Float8Tensor)
     }
-    work = _begun(op(*tree_map_only(Float8Tensor, lambda x: values[id(x)], tensors), *args))
+    work = _work_handle(op(*tree_map_only(Float8Tensor, lambda x: values[id(x)], tensors), *args))
 
     def finish() -> None:
         for x in written:
@@ -376,7 +376,7 @@ def _reduce_values(
 
 @implements(*_existing(c10d, "allreduce_", "allreduce_coalesced_", "reduce_"))
 def _reduce(op: OpOverload, tensors: Tensors, group: ScriptObject, *args: object) -> object:
-    """Sum on every rank, or on the root, whose number is the second of ``args``."""
+    """Sum on every rank, or on the root rank, which is then the second of ``args``."""
     me, world = _rank_and_size(group)
     root = args[1] if op is c10d.reduce_.default else None
     text, gets = "; ".join(map(_value, tensors)), root in (None, me)
@@ -410,36 +410,36 @@ _SINGLE = {
     "allgather_into_tensor_coalesced_": "_allgather_base_",
     "reduce_scatter_tensor_coalesced_": "_reduce_scatter_base_",
 }
-"""Collectives of many tensors, and that of one of them."""
+"""Maps a collective of many tensors to the collective of one tensor."""
 
 
 @implements(*_existing(c10d, *_SINGLE))
-def _each(
+def _run_each(
     op: OpOverload, outputs: list[Tensors] | Tensors, inputs: Tensors, group: ScriptObject,
     *args: object,
 ) -> ScriptObject:  # fmt: skip
-    """Run the collective of one tensor for each."""
+    """Run the collective of one tensor for each pair of output and input."""
     name = op._schema.name.split("::")[1]
     pairs: Iterable[tuple[object, object]] = zip(outputs, inputs, strict=True)
-    if name == "allgather_coalesced_":  # its outputs are by rank
+    if name == "allgather_coalesced_":  # its outputs are lists by rank
         columns = zip(*outputs, strict=True)
         pairs = (([list(outs)], [x]) for outs, x in zip(columns, inputs, strict=True))
     single = getattr(c10d, _SINGLE[name]).default
-    return _Work([_begun(single(out, x, group, *args)) for out, x in pairs]).boxed()
+    return _Work([_work_handle(single(out, x, group, *args)) for out, x in pairs]).boxed()
 
 
-# Point to point. Data and scales travel in the order in which ``quantize`` stores them: a tensor
-# that is stored so is sent and received without a copy. Nothing empty is sent.
+# Point to point. Data and scales are sent in the order in which ``quantize`` stores them, so such a
+# tensor is sent and received without a copy. Empty tensors are not sent.
 
 
-def _travelling(x: Float8Tensor) -> list[Tensor]:
-    """Views of the tensors that hold the bytes, contiguous if ``quantize`` made ``x``."""
+def _wire_buffers(x: Float8Tensor) -> list[Tensor]:
+    """Return views of the tensors to send; they are contiguous if ``quantize`` made ``x``."""
     scales = (_in_stored_order(t, x.spec) for t in (x.scale, x.amax))
     return [t for t in (*scales, x.qdata.view(torch.uint8)) if t.numel()]
 
 
 def _in_stored_order(scales: Tensor, spec: Float8Spec) -> Tensor:
-    """A view whose elements, row by row, have the order in which ``quantize`` stores scales."""
+    """View scales so that a row-by-row walk visits them in the order ``quantize`` stores them."""
     return scales.movedim(-1, 0) if blocks.stores_scales_by_column(spec) else scales
 
 
@@ -447,29 +447,29 @@ def _in_stored_order(scales: Tensor, spec: Float8Spec) -> Tensor:
 def _send(
     op: OpOverload, tensors: Tensors, group: ScriptObject, target: int, tag: int
 ) -> ScriptObject:
-    buffers = [t.contiguous() for x in tensors for t in _travelling(x)]
-    return _Work([_begun(op([t], group, target, tag)) for t in buffers]).boxed()
+    buffers = [t.contiguous() for x in tensors for t in _wire_buffers(x)]
+    return _Work([_work_handle(op([t], group, target, tag)) for t in buffers]).boxed()
 
 
 def _buffer_like(x: Float8Tensor) -> Float8Tensor:
-    """A tensor to receive into, stored as ``quantize`` stores it."""
+    """Make an empty tensor to receive into, stored as ``quantize`` stores it."""
     scale = x.scale.new_empty(_in_stored_order(x.scale, x.spec).shape)
     if blocks.stores_scales_by_column(x.spec):
         scale = scale.movedim(0, -1)
     return Float8Tensor(x.qdata.new_empty(x.shape), scale, torch.empty_like(scale), x.spec, x.dtype)
 
 
-def _arriving(tensors: Tensors, group: ScriptObject) -> tuple[list[Tensor], Callable[[], None]]:
-    """Contiguous tensors to receive into, and what writes them to ``tensors`` when all arrived.
+def _targets(tensors: Tensors, group: ScriptObject) -> tuple[list[Tensor], Callable[[], None]]:
+    """Return contiguous tensors to receive into, and a function that copies them to ``tensors``.
 
-    Torch has no work for each of the calls that it coalesces, so nothing can be done after them:
-    they take only tensors that are received in place.
+    Coalesced calls have no work of their own after which to copy, so they need tensors that can be
+    received in place.
     """
-    # Whether torch holds calls of the group back, to run them as one.
+    # Torch holds back the calls of a group that it coalesces, and runs them as one.
     coalesces = dist.ProcessGroup.unbox(group) in dist.distributed_c10d._world.pg_coalesce_state
     buffers = []
     for x in tensors:
-        is_buffer = x._window is None and all(t.is_contiguous() for t in _travelling(x))
+        is_buffer = x._window is None and all(t.is_contiguous() for t in _wire_buffers(x))
         if refusal := _refusal(x):
             raise ValueError(
                 f"tensor must be one that can be written to; got {refusal}. Receive into a tensor "
@@ -489,21 +489,21 @@ def _arriving(tensors: Tensors, group: ScriptObject) -> tuple[list[Tensor], Call
             if buffer is not x:
                 x.copy_(buffer)
 
-    return [t for x in buffers for t in _travelling(x)], finish
+    return [t for x in buffers for t in _wire_buffers(x)], finish
 
 
 @implements(*_existing(c10d, "recv_"))
 def _recv(
     op: OpOverload, tensors: Tensors, group: ScriptObject, source: int, tag: int
 ) -> ScriptObject:
-    buffers, finish = _arriving(tensors, group)
-    return _Work([_begun(op([t], group, source, tag)) for t in buffers], finish).boxed()
+    buffers, finish = _targets(tensors, group)
+    return _Work([_work_handle(op([t], group, source, tag)) for t in buffers], finish).boxed()
 
 
 @implements(*_existing(c10d, "recv_any_source_"))
 def _recv_any(op: OpOverload, tensors: Tensors, group: ScriptObject, tag: int) -> ScriptObject:
-    """Wait for the first message, which tells the rank that sends the other ones."""
-    buffers, finish = _arriving(tensors, group)
+    """Wait for the first message, which identifies the rank that sends the other ones."""
+    buffers, finish = _targets(tensors, group)
     if not buffers:
         raise ValueError(
             "src must be a rank for an empty tensor, of which no message comes; got None. Pass the "
@@ -512,17 +512,17 @@ def _recv_any(op: OpOverload, tensors: Tensors, group: ScriptObject, tag: int) -
     message = dist.Work.unbox(op(buffers[:1], group, tag))
     message.wait()
     source, recv = message._source_rank(), c10d.recv_.default
-    work = _Work([_begun(recv([t], group, source, tag)) for t in buffers[1:]], finish)
+    work = _Work([_work_handle(recv([t], group, source, tag)) for t in buffers[1:]], finish)
     work.source = source
     return work.boxed()
 
 
-# Functional collectives, which wait here.
+# Functional collectives; they wait before they return.
 
 
 @implements(*_existing(functional, "all_gather_into_tensor"))
 def _all_gather(op: OpOverload, x: Float8Tensor, size: int, group: str) -> object:
-    """Gather the rows of all ranks; a shard that has no block with another keeps its own."""
+    """Gather the rows of all ranks; a shard that shares no block with others keeps its blocks."""
     rows, block = x.shape[0] if x.ndim else 0, x.spec.block[0] if x.ndim else 0
     if rows == 0:
         return NotImplemented
@@ -542,12 +542,12 @@ def _all_gather(op: OpOverload, x: Float8Tensor, size: int, group: str) -> objec
 
 @implements(*_existing(functional, "wait_tensor", "_wrap_tensor_autograd"))
 def _wait(op: OpOverload, x: Float8Tensor) -> Float8Tensor:
-    return x.map(lambda t: t)  # waited for where it was gathered
+    return x.map(lambda t: t)  # the handler that gathered has waited
 
 
 @implements(aten.constant_pad_nd.default)
 def _pad(op: OpOverload, x: Float8Tensor, pad: Sequence[int], value: float = 0) -> object:
-    """Append zeros along dimensions, as DTensor does to make shards equally long."""
+    """Append zeros along dimensions, as DTensor does to make all shards equally long."""
     if value != 0 or any(pad[::2]) or min(pad) < 0:
         return NotImplemented
     qdata = op(x.qdata.view(torch.uint8), pad, 0).view(x.qdata.dtype)
@@ -581,7 +581,7 @@ def _broadcast_functional(op: OpOverload, x: Float8Tensor, source: int, group: s
 def _all_to_all(
     op: OpOverload, x: Float8Tensor, out_splits: Sequence[int], in_splits: Sequence[int], group: str
 ) -> Float8Tensor:
-    """Exchange rows with other ranks; in the result each block holds one row."""
+    """Exchange rows with other ranks; each block of the result is within one row."""
     return _unpack(functional.wait_tensor(op(_pack(x), out_splits, in_splits, group)), x)
 
 

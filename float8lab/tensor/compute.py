@@ -1,7 +1,7 @@
-"""Handlers that compute on values: exact ones on FP8 bytes, and ones that dequantize by intent.
+"""Handlers that compute on values: exactly on FP8 bytes, or after dequantizing on purpose.
 
-Questions such as ``isnan`` or ``equal``, sizes (``abs``), and attention that ``attention.py`` does
-not take need the values and give ordinary results. They dequantize inside, without the warning of
+Questions such as ``isnan`` or ``equal``, ``abs``, and attention that ``attention.py`` does not
+take need the values and return ordinary results. Their handlers dequantize without the warning of
 the fallback.
 """
 
@@ -35,7 +35,7 @@ DEQUANTIZE_INSIDE = dispatch.overloads(
     "_local_scalar_dense", "abs", "allclose", "equal", "isinf", "isnan",
     "eq", "ge", "gt", "le", "lt", "ne",
 )  # fmt: skip
-"""Overloads of this torch that dequantize by intent; the documentation's table names them."""
+"""Overloads of this torch that dequantize on purpose; a table in the documentation names them."""
 
 
 @dispatch.implements(*DEQUANTIZE_INSIDE)
@@ -49,7 +49,7 @@ def _compare_metadata(op: OpOverload, a: Tensor, b: Tensor) -> bool:
 
 
 # The gradients of these ops multiply by the argument, or write copies of it piece by piece. Neither
-# shall happen in FP8, so autograd sees the ops with dequantized arguments.
+# should happen in FP8, so autograd sees the ops with dequantized arguments.
 _DEQUANTIZED_COMPOSITES: dict[str, tuple[Callable[..., object], ...]] = {
     "_pad_circular.default": (F.pad,),
     "cholesky_inverse.default": (torch.cholesky_inverse, Tensor.cholesky_inverse),

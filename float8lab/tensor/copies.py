@@ -25,7 +25,7 @@ def _to_copy(
 ) -> object:  # fmt: skip
     if dtype is not None and dtype not in DEQUANTIZED_DTYPES:
         return NotImplemented
-    # The scales keep their strides: GEMMs want those of 1xB blocks column by column.
+    # The scales keep their strides: GEMMs want the scales of 1xB blocks stored by column.
     q, scale = op(x.qdata, memory_format=memory_format, **kwargs), op(x.scale, **kwargs)
     return x._make(q, scale, op(x.amax, **kwargs), x.spec, dtype or x.dtype)
 
@@ -59,7 +59,7 @@ def _copy(op: OpOverload, x: Tensor, source: Tensor, non_blocking: bool = False)
             op(getattr(x, name), getattr(source, name), non_blocking)
         return x
     value = decoded(source).to(device=x.device, dtype=x.dtype)
-    # The source's scales are kept where they can be, and so are its bytes.
+    # Where blocks allow, the scales and bytes of the source are kept.
     scale, amax = (
         expand_scale(t.to(x.device), x.spec.block, x.shape).expand(x.shape)
         for t in (source.scale, source.amax)
@@ -98,18 +98,18 @@ def _empty_like(
     op: OpOverload, x: Float8Tensor, *, dtype: torch.dtype | None = None,
     memory_format: torch.memory_format | None = None, **kwargs: object,
 ) -> Tensor:  # fmt: skip
-    # A call with a memory format gets an ordinary tensor: torch's own functions and gradients
-    # allocate buffers so. In C++ ``1 - x`` is ``empty_like(x, preserve).fill_(1).sub_(x)``.
+    # With a memory format, return an ordinary tensor: torch's own functions and gradients allocate
+    # buffers this way. In C++ ``1 - x`` is ``empty_like(x, preserve).fill_(1).sub_(x)``.
     if memory_format is not None or (dtype is not None and dtype not in DEQUANTIZED_DTYPES):
         return _plain_like(op, x, dtype=dtype, memory_format=memory_format, **kwargs)
-    kwargs["layout"] = None  # strided, as every Float8Tensor
+    kwargs["layout"] = None  # strided, as all Float8Tensors are
     q, scale, amax = (op(t, **kwargs) for t in (x.qdata, x.scale, x.amax))
     scale, amax = torch.ones_like(scale), torch.zeros_like(amax)
     return x._make(q, scale, amax, x.spec, dtype or x.dtype)
 
 
 @implements(aten.new_empty.default, aten.new_zeros.default)
-def _new(
+def _new_empty(
     op: OpOverload, x: Float8Tensor, size: Sequence[int], *, dtype: torch.dtype | None = None,
     **kwargs: object,
 ) -> object:  # fmt: skip
@@ -132,7 +132,7 @@ def _plain_like(
     op: OpOverload, x: Float8Tensor, *args: object, dtype: torch.dtype | None = None,
     **kwargs: object,
 ) -> Tensor:  # fmt: skip
-    """Return an ordinary tensor, which is mostly an optimizer's state and would suffer in FP8."""
+    """Return an ordinary tensor: it is mostly an optimizer's state, which would suffer in FP8."""
     return op(x.qdata, *args, dtype=dtype or x.dtype, **kwargs)
 
 

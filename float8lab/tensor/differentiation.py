@@ -1,4 +1,4 @@
-"""Autograd functions of FP8 ops, and the errors for kinds of differentiation that they lack."""
+"""Autograd functions of FP8 ops, and errors for differentiation that they do not support."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _INSTEAD = (
     "Compute this part with torch's own layers and tensors: float8lab.to_high_precision(model), "
     "torch.nn's norms, .dequantize()."
 )
-# The mode of torch.autograd's is_grads_batched.
+# The dispatch mode that torch.autograd activates for is_grads_batched.
 _VMAP = cast("torch._C.DispatchKey", torch._C._parse_dispatch_key("VmapMode"))
 
 Result = TypeVar("Result")
 
 
 class AutogradContext(FunctionCtx):
-    """The context of a function's forward and backward, which adds attributes of its own."""
+    """The context of an autograd function, to which forward and backward may add attributes."""
 
     save_for_backward: Callable[..., None]
     saved_tensors: tuple[Tensor, ...]
@@ -44,11 +44,11 @@ class AutogradContext(FunctionCtx):
 
 
 class _Export(threading.local):
-    """The export by ``onnx_export`` that is in force on a thread."""
+    """The settings of an ``onnx_export`` that runs on a thread."""
 
     def __init__(self) -> None:
         self.translations: tuple[tuple[type, Callable[..., object]], ...] | None = None
-        """Autograd functions, and what runs in place of each; None outside an export."""
+        """Autograd functions and their replacements; None outside an export."""
 
 
 EXPORT = _Export()
@@ -60,14 +60,14 @@ def is_exporting() -> bool:
 
 
 class Float8Function(torch.autograd.Function):
-    """Base of the autograd functions of FP8 ops, which torch.func's transforms cannot take.
+    """Base of the autograd functions of FP8 ops, which the transforms of torch.func cannot take.
 
-    Inside ``onnx_export`` those that ONNX has operators for run as it says.
+    Inside ``onnx_export``, functions for which ONNX has operators run their translations.
     """
 
     @classmethod
-    def run(cls, *args: object) -> Any:  # what its forward returns
-        """Run the function: ``apply``, which Dynamo takes over and therefore cannot be overridden.
+    def run(cls, *args: object) -> Any:  # the result of ``forward``
+        """Run the function. Dynamo takes over ``apply``, which therefore cannot be overridden.
 
         Raises:
             NotImplementedError: a transform of torch.func is active.
@@ -83,14 +83,14 @@ class Float8Function(torch.autograd.Function):
             )
         if torch.is_grad_enabled():
             return cls.apply(*args)
-        # Torch would say of a parameter that its gradient is needed, for which forwards make casts.
+        # ``apply`` would report that a parameter's gradient is needed, and cause needless casts.
         ctx = AutogradContext()
         ctx.needs_input_grad = (False,) * len(args)
         return cls.forward(ctx, *args)
 
 
 class GradientMap(Float8Function):
-    """A function of one tensor, and the one that makes the input's gradient of the output's."""
+    """A function of one tensor, with a function that maps the output's gradient to the input's."""
 
     @staticmethod
     def forward(
@@ -106,9 +106,9 @@ class GradientMap(Float8Function):
 
 
 def once_differentiable(backward: Callable[..., Result]) -> Callable[..., Result]:
-    """Make a ``backward`` raise where its result is to be differentiated."""
-    # torch's decorator of this name gives a result without a graph, which ``torch.autograd.grad``
-    # may take for a derivative of zero.
+    """Make a ``backward`` raise if its result would be differentiated."""
+    # Torch's decorator of this name returns a result without a graph, which
+    # ``torch.autograd.grad`` may take for a derivative of zero.
 
     @functools.wraps(backward)
     def wrapper(ctx: AutogradContext, *gradients: object) -> Result:
@@ -130,14 +130,14 @@ def once_differentiable(backward: Callable[..., Result]) -> Callable[..., Result
 
 
 def wanted_gradients(ctx: AutogradContext) -> Any:
-    """For each input of a function, whether this pass of its backward wants the gradient.
+    """Return, for each input of a function, whether this backward pass needs its gradient.
 
-    ``needs_input_grad`` says which gradients any pass may want. ``torch.autograd.grad`` of some
-    tensors, and pipelines that compute the gradients of weights later, want some in each pass.
+    ``needs_input_grad`` covers the gradients that any pass may need. ``torch.autograd.grad`` for
+    given tensors, and pipelines that compute weight gradients later, need only some in each pass.
     Both are tuples of bools.
     """
     needs = ctx.needs_input_grad
-    if torch.compiler.is_compiling():  # nothing runs now
+    if torch.compiler.is_compiling():  # the pass is traced, not run by the autograd engine
         return needs
     nodes = iter([node for node, _ in ctx.next_functions if node is not None])
     wants: list[bool] = []
@@ -145,12 +145,12 @@ def wanted_gradients(ctx: AutogradContext) -> Any:
         if need:
             try:
                 need = torch._C._will_engine_execute_node(next(nodes))
-            except RuntimeError:  # a leaf that torch.autograd.grad was asked for
+            except RuntimeError:  # the node is a leaf whose gradient torch.autograd.grad returns
                 need = True
         wants.append(need)
     return tuple(wants)
 
 
 def version_of(x: Tensor) -> int:
-    """Torch's count of the writes to a tensor; inference tensors have none."""
+    """Return torch's count of the writes to a tensor; 0 for inference tensors, which have none."""
     return 0 if x.is_inference() else x._version

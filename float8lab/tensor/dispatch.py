@@ -1,11 +1,11 @@
-"""The dispatch table: which handler runs when an aten op meets a Float8Tensor.
+"""The dispatch table, which holds the handler for each aten op on a Float8Tensor.
 
-``implements`` enters a handler; an op without one *falls back*: its Float8Tensor arguments are
-dequantized, the op runs on ordinary tensors, and those that it wrote in place are requantized.
-``fallback`` sets whether that warns (once per op), raises, or stays silent.
+``implements`` enters a handler. An op without a handler *falls back*: its Float8Tensor arguments
+are dequantized, the op runs on ordinary tensors, and arguments written in place are requantized.
+``fallback`` sets whether a fall back warns (once per op), raises, or stays silent.
 
-Torch splits a *composite* op into others before it asks the table. ``implements_composite`` enters
-a function that runs instead of the op, for ``__torch_function__``, which torch asks before that.
+Torch splits a *composite* op into other ops before it reaches this table. ``implements_composite``
+enters a function that ``__torch_function__`` runs in place of the op, before torch splits it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AnyHandler = TypeVar("AnyHandler", bound=Handler)
 
 
 class Quantized(StoredInBlocks, Protocol):
-    """A Float8Tensor, as the fallback uses it."""
+    """The attributes of a Float8Tensor that the fallback uses."""
 
     requires_grad: bool
     _window: Window | None
@@ -45,7 +45,7 @@ class HandlerTable(dict[OpOverload | str, Handler]):
     """Handlers by overload: ``handler(op, *args, **kwargs)``.
 
     Attributes:
-        composite: handlers of composite ops, by the function of torch that is called.
+        composite: handlers of composite ops, by the torch function that is called.
     """
 
     def __init__(self) -> None:
@@ -54,12 +54,12 @@ class HandlerTable(dict[OpOverload | str, Handler]):
 
 
 table = HandlerTable()
-"""Filled while the package is imported, by the files of handlers."""
+"""Modules of handlers fill this table while the package is imported."""
 
 ANY_VIEW = "any view"
-"""The entry whose handler takes the view ops without one of their own."""
+"""The table's key for the handler of view ops that have no handler of their own."""
 
-# In-place ops that write some elements: the blocks of the others keep their bits.
+# In-place ops that write only some elements: the blocks of unwritten elements keep their bits.
 _PARTIAL = frozenset(
     f"aten::{name}"
     for name in (
@@ -82,9 +82,9 @@ _POLICY = _Policy()
 
 
 class fallback:
-    """Set what happens when an op has no FP8 implementation and its operands are dequantized.
+    """Set the policy for ops without an FP8 implementation, whose operands are dequantized.
 
-    Takes effect at once; as a context manager it also restores the earlier policy.
+    It takes effect at once; as a context manager it also restores the earlier policy.
 
     Args:
         policy: ``"warn"`` (the default; once per op), ``"error"`` or ``"silent"``.
@@ -112,7 +112,7 @@ class fallback:
 
 
 def overloads(*names: str) -> frozenset[OpOverload]:
-    """The overloads without ``out`` of those ops of ATen that this torch has."""
+    """Return the overloads without ``out`` of the named aten ops, as far as this torch has them."""
     packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
     return frozenset(
         getattr(packet, overload)
@@ -123,9 +123,9 @@ def overloads(*names: str) -> frozenset[OpOverload]:
 
 
 def implements(*overloads: OpOverload | str) -> Callable[[AnyHandler], AnyHandler]:
-    """Enter the decorated handler for these overloads; entering one twice raises.
+    """Enter the decorated handler for these overloads; a second handler for an overload raises.
 
-    Where a handler returns ``NotImplemented``, the op falls back.
+    If a handler returns ``NotImplemented``, the op falls back.
     """
 
     def enter(handler: AnyHandler) -> AnyHandler:
@@ -143,13 +143,13 @@ def implements_composite(
 ) -> Callable[[AnyHandler], AnyHandler]:
     """Enter the decorated function, which is differentiable, for a composite op.
 
-    It gets the op's arguments, at least one of which is a Float8Tensor, and returns
-    ``NotImplemented`` if torch shall split the op.
+    The function gets the op's arguments, at least one of which is a Float8Tensor, and returns
+    ``NotImplemented`` to let torch split the op.
 
     Args:
-        functions: functions of torch, methods of its tensors and overloads, of one signature.
-        autocast: the dtype that ``torch.autocast`` gives the op's tensors on a type of device, or
-            None where it leaves them; without it, torch's own function is under ``autocast``.
+        functions: torch functions, tensor methods and overloads with the same signature.
+        autocast: maps a device type to the dtype that ``torch.autocast`` gives the op's tensors, or
+            None if autocast leaves them. Omitted where torch's own function handles autocast.
     """
 
     def enter(handler: AnyHandler) -> AnyHandler:
@@ -175,7 +175,7 @@ def implements_composite(
 
 
 def announce(op: OpOverload) -> None:
-    """Warn once that an op dequantizes, or raise, as the policy says."""
+    """Warn once that an op dequantizes, or raise, according to the policy."""
     if _POLICY.name == "error":
         raise NotImplementedError(
             f"{op} has no FP8 implementation. Call .dequantize() on its Float8Tensor arguments, or "
@@ -191,10 +191,10 @@ def announce(op: OpOverload) -> None:
 
 
 def _announce_update(op: OpOverload, written: Sequence[Quantized], arguments: object) -> None:
-    """Warn, once, that an update of a parameter stored in FP8 is rounded away."""
+    """Warn once that an update of a parameter stored in FP8 may be lost to rounding."""
     targets = {id(x) for x in written}
     tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
-    update = any(id(x) not in targets for x in tensors)  # nn.init and clamping: no other tensor
+    update = any(id(x) not in targets for x in tensors)  # False for nn.init and clamping
     if update and _POLICY.name == "warn" and "update" not in _POLICY.warned:
         _POLICY.warned.add("update")
         warnings.warn(
@@ -207,7 +207,7 @@ def _announce_update(op: OpOverload, written: Sequence[Quantized], arguments: ob
 
 def announce_address(dtype: torch.dtype, stored: str, keeper: str) -> None:
     """Warn once that the memory of a quantized weight is read as ``dtype``, or raise."""
-    # ``stored`` says how it is stored, ``keeper`` what saves it so.
+    # ``stored`` names the storage format, ``keeper`` the function that saves in this format.
     if _POLICY.name == "error":
         raise NotImplementedError(
             f"data_ptr() of a weight stored in {stored} must dequantize it. Save with {keeper}, "
@@ -229,8 +229,8 @@ def run_fallback(
     quiet: bool = False,
 ) -> object:  # fmt: skip
     """Run ``op`` on dequantized arguments and requantize those that it wrote in place.
-    An op that writes a Float8Tensor in place needs the values, so that does not warn; an op that
-    was given one only as its ``out`` does."""
+    An op that writes a Float8Tensor in place needs the values, so it does not warn. An op that got
+    a Float8Tensor only as its ``out`` argument warns."""
     written = [] if not op._schema.is_mutable else written_tensors(cls, op, args, kwargs)
     in_place = bool(written) and not any(a.is_out for a in op._schema.arguments)
     if not quiet and not in_place:
@@ -246,25 +246,25 @@ def run_fallback(
 
     args, kwargs = tree_map_only(cls, dequantized, (args, kwargs))
     partial = op._schema.name in _PARTIAL
-    before = [plain[id(x)].clone() for x in written] if partial else []
+    old_values = [plain[id(x)].clone() for x in written] if partial else []
     result = op(*args, **kwargs)
-    for x in written:  # all of them, before one is written
+    for x in written:  # check all of them before any is requantized
         check_size(op, x, plain[id(x)].shape)
     for index, x in enumerate(written):
         value = plain[id(x)]
         if partial and x._window is None:
-            old = before[index]
+            old = old_values[index]
             merge_into(x, value, (value != old) & ~(value.isnan() & old.isnan()))
         else:
             x.requantize_(value)
     if not written:
         return result
-    back = {id(plain[id(x)]): x for x in written}
-    return tree_map_only(torch.Tensor, lambda t: back.get(id(t), t), result)
+    originals = {id(plain[id(x)]): x for x in written}
+    return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), result)
 
 
 def check_size(op: OpOverload, x: StoredInBlocks, size: Sequence[int]) -> None:
-    """Raise if ``op`` resizes the Float8Tensor ``x`` in place, as torch's ``out`` may be."""
+    """Raise if ``op`` resizes the Float8Tensor ``x`` in place, as torch may do with ``out``."""
     if tuple(size) != tuple(x.shape):
         raise NotImplementedError(
             f"{op} must keep the size of a Float8Tensor, {tuple(x.shape)}; got {tuple(size)}. Use "
@@ -275,7 +275,7 @@ def check_size(op: OpOverload, x: StoredInBlocks, size: Sequence[int]) -> None:
 def written_tensors(
     cls: type[Tensor], op: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> list[Quantized]:
-    """The Float8Tensors that the op writes to, without repeats."""
+    """Return the Float8Tensors that the op writes to, without duplicates."""
     written: dict[int, Quantized] = {}
     for index, argument in enumerate(op._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:

@@ -1,6 +1,6 @@
-"""DTensors, told from other tensors without importing their class.
+"""Recognize DTensors without importing their class.
 
-That import would double the time that ``import float8lab`` takes.
+The import would double the time that ``import float8lab`` takes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def local_of(x: Tensor) -> Tensor: ...
 @overload
 def local_of(x: Value) -> Value: ...
 def local_of(x: object) -> object:
-    """A DTensor's shard on this rank; any other tensor itself."""
+    """Return a DTensor's shard on this rank; return any other tensor itself."""
     return getattr(x, "_local_tensor", x)
 
 
 def with_local(x: Tensor, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """``local``, as a DTensor of the placements of ``x`` if that is one, and of a shape."""
+    """Wrap ``local`` as a DTensor with the placements of ``x``, if ``x`` is one; of ``shape``."""
     if not is_dtensor(x):
         return local
     like = x if shape is None else torch.empty(shape, device="meta")

@@ -1,4 +1,4 @@
-"""Float4Tensor: a frozen weight that is held in packed 4 bits, and dequantized where it is used."""
+"""Float4Tensor: a frozen weight that is stored in packed 4 bits and dequantized when it is used."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["Float4Tensor", "decode_codes", "pack", "unpack"]
 
 aten = torch.ops.aten
 
-_AT_ONCE = 1 << 24
-"""Elements that are in float32 at once, unless a row or an expert has more."""
+_CHUNK_SIZE = 1 << 24
+"""Elements that are dequantized at a time, unless a row or an expert has more."""
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """The elements in bytes, the low half of each first, as bytes of their own.
+    """Unpack two elements from each byte into a byte each, the low half of the byte first.
 
     >>> unpack(torch.tensor([0x21, 0xF3], dtype=torch.uint8))
     tensor([ 1,  2,  3, 15], dtype=torch.uint8)
@@ -37,7 +37,7 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def pack(elements: Tensor, dim: int = -1) -> Tensor:
-    """Bytes of two elements each, the first in the low half; the inverse of ``unpack``.
+    """Pack two elements into each byte, the first in the low half; the inverse of ``unpack``.
 
     >>> pack(torch.tensor([1, 2, 3, 15], dtype=torch.uint8)).tolist() == [0x21, 0xF3]
     True
@@ -49,15 +49,15 @@ def pack(elements: Tensor, dim: int = -1) -> Tensor:
 def decode_codes(
     elements: Tensor, block: tuple[int, ...], scale: Tensor, tensor_scale: Tensor | None
 ) -> Tensor:
-    """Values of e2m1 elements, float32: ``e2m1 * scale``, which is exact, times ``tensor_scale``.
+    """Return float32 values of e2m1 elements: ``e2m1 * scale`` (exact), times ``tensor_scale``.
 
     Args:
-        elements: uint8, an element in each.
-        block: of ``elements``.
-        scale: one for each block, in the format that it is stored in.
+        elements: uint8, one element per byte.
+        block: the block of ``elements``.
+        scale: one scale per block, in its storage format.
         tensor_scale: float32 that broadcasts against ``elements``, or None.
     """
-    # As e4m3, whose bias is larger by 6: the sign, two bits of exponent, one of mantissa.
+    # Read e2m1 as e4m3 with a sign, two exponent bits, one mantissa bit and a bias larger by 6.
     as_e4m3 = ((elements & 8) << 4 | (elements & 7) << 2).view(E4M3)
     values = (as_e4m3.float() * 64.0).mul_(expand_scale(scale.float(), block, elements.shape))
     return values if tensor_scale is None else values.mul_(tensor_scale)
@@ -66,20 +66,20 @@ def decode_codes(
 class Float4Tensor(StoredTensor):
     """A tensor of ``dtype`` stored as e2m1 elements, two in a byte, and scales: NVFP4, MXFP4.
 
-    It is a frozen weight: what ``integrations.load_fp8`` makes of a checkpoint in 4 bits, for
-    inference or as the base of adapters. Every op that reads it gets its values, dequantized for
-    the moment of the op; autograd keeps the packed form, so gradients of other tensors are those
-    of the dequantized weight. Views that leave the packed dimension whole (``t``, an expert of a
-    stack) are packed, too. It cannot be written to.
+    It is a frozen weight, such as ``integrations.load_fp8`` makes from a checkpoint in 4 bits, for
+    inference or as the base of adapters. Each op that reads it gets dequantized values for the
+    duration of the op. Autograd saves the packed form, so gradients of other tensors are those of
+    the dequantized weight. Views that do not cut the packed dimension (``t``, or one of several
+    experts) are packed, too. The tensor cannot be written to.
 
-    ``dtype``, ``element_size()`` and ``nbytes`` describe the tensor it stands for; the memory it
-    takes is that of its parts.
+    ``dtype``, ``element_size()`` and ``nbytes`` describe the high-precision tensor that it
+    represents; it occupies the memory of its inner tensors.
 
     Attributes:
         packed: uint8, the tensor's shape with half the size along ``spec.packed_dim``.
-        scale: of each block, in ``spec.scale_dtype``.
-        tensor_scale: float32, of size 1 or the tensor's in each dimension (the experts of a stack
-            have one each); None without a second level.
+        scale: the scale of each block, in ``spec.scale_dtype``.
+        tensor_scale: float32, with size 1 or the tensor's size in each dimension (one per expert of
+            a weight with several experts); None without a second level.
         spec: block shape and formats of the scales.
 
     >>> from float8lab.formats import MXFP4
@@ -100,7 +100,7 @@ class Float4Tensor(StoredTensor):
         cls, packed: Tensor, scale: Tensor, tensor_scale: Tensor | None, spec: Spec,
         dtype: torch.dtype,
     ) -> Float4Tensor:  # fmt: skip
-        """Make a tensor of these."""
+        """Make a tensor from its fields."""
         check_instance("spec", spec, Spec, "a Float4Spec")
         if not spec.is_packed:
             raise ValueError(
@@ -121,7 +121,7 @@ class Float4Tensor(StoredTensor):
         return x
 
     def _check_parts(self) -> None:
-        """Raise unless the dtypes and shapes of the parts fit the spec."""
+        """Raise unless the dtypes and shapes of the fields fit the spec."""
         packed, scale, tensor_scale, spec = self.packed, self.scale, self.tensor_scale, self.spec
         if packed.dtype != torch.uint8 or len(spec.block) != packed.ndim:
             raise ValueError(
@@ -156,7 +156,7 @@ class Float4Tensor(StoredTensor):
     ) -> Float4Tensor:
         return cls(inner["packed"], inner["scale"], inner.get("tensor_scale"), *context)
 
-    # No op is taken before autograd splits it, so torch need not ask for each op and attribute.
+    # No composite op has a handler, so torch need not call back for each op and attribute.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -165,7 +165,7 @@ class Float4Tensor(StoredTensor):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled() and op.is_view and not args[0].is_inference():
-            # Torch wants a view of a tensor that is no inference tensor to be none, either.
+            # Torch wants the view of a normal tensor to be a normal tensor in inference mode, too.
             with torch.inference_mode(False), torch.no_grad():
                 result = _stays_packed(op, args, kwargs)
         else:
@@ -180,35 +180,35 @@ class Float4Tensor(StoredTensor):
         return dispatch.run_fallback(cls, op, args, kwargs, quiet=True)
 
     def map(self, function: Callable[[Tensor], Tensor], **changes: Any) -> Float4Tensor:
-        """A tensor with ``function`` applied to each part, and another ``block`` or ``dtype``."""
+        """Apply ``function`` to each inner tensor, with another ``block`` or ``dtype`` if given."""
         tensor_scale = None if self.tensor_scale is None else function(self.tensor_scale)
         block, dtype = changes.get("block", self.spec.block), changes.get("dtype", self.dtype)
         spec = self.spec if block == self.spec.block else replace(self.spec, block=block)
         return Float4Tensor(function(self.packed), function(self.scale), tensor_scale, spec, dtype)
 
     def dequantize(self) -> Tensor:
-        """The tensor in its high-precision ``dtype``, to which its float32 values are rounded."""
+        """Return the values, rounded from float32 to the high-precision ``dtype``."""
         return self._decode()
 
     def _decode(self) -> Tensor:
         dim = self.spec.packed_dim
-        if dim != self.ndim - 1:  # in the order of memory, as GEMMs want a transposed operand
+        if dim != self.ndim - 1:  # decode in memory order, as GEMMs want for transposed operands
             swapped = _permute(aten.transpose.int, self, dim, self.ndim - 1)
             return swapped._decode().transpose(dim, self.ndim - 1)
         shape, size = self.shape, max(math.prod(self.shape[1:]), 1)
-        if self.ndim > 1 and shape[0] > (step := max(_AT_ONCE // size, 1)):
+        if self.ndim > 1 and shape[0] > (step := max(_CHUNK_SIZE // size, 1)):
             out = torch.empty(shape, dtype=self.dtype, device=self.device)
             for start in range(0, shape[0], step):
-                rows = _along(aten.slice.Tensor, self, 0, start, start + step)
+                rows = _take_along(aten.slice.Tensor, self, 0, start, start + step)
                 out[start : start + step] = rows._decode()
             return out
         values = decode_codes(unpack(self.packed), self.spec.block, self.scale, self.tensor_scale)
         return values.to(self.dtype)
 
     def data_ptr(self) -> int:
-        """Address of a dequantized copy, which is there as long as this object; 0 without data.
+        """Return the address of a dequantized copy that lives as long as this object; 0 if empty.
 
-        It is for code that reads a tensor's memory as ``dtype``: safetensors, and what saves by it.
+        It is for code that reads a tensor's memory as ``dtype``, such as safetensors.
         """
         if type(self.packed) is not Tensor or self.packed.is_meta:
             return super().data_ptr()
@@ -218,7 +218,7 @@ class Float4Tensor(StoredTensor):
         return self._readable.data_ptr()
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        scale = self.scale.view(torch.uint8)  # which every loader of pickles can take
+        scale = self.scale.view(torch.uint8)  # a dtype that every loader of pickles knows
         spec = (self.spec.block, self.spec.scale_dtype, self.spec.tensor_scale)
         return _rebuild, (self.packed, scale, self.tensor_scale, *spec, self.dtype)
 
@@ -232,7 +232,7 @@ class Float4Tensor(StoredTensor):
 def _rebuild(
     packed: Tensor, scale: Tensor, tensor_scale: Tensor | None, *state: Any
 ) -> Float4Tensor:
-    """Make a Float4Tensor from the state by ``__reduce_ex__``; pickles name this function."""
+    """Make a Float4Tensor from the state of ``__reduce_ex__``; pickles name this function."""
     block, scale_dtype, levels, dtype = state
     spec = Float4Spec(tuple(block), scale_dtype, levels)
     return Float4Tensor(packed, scale.view(scale_dtype), tensor_scale, spec, dtype)
@@ -241,7 +241,7 @@ def _rebuild(
 torch.serialization.add_safe_globals([_rebuild])
 
 
-# Ops whose result is packed, too.
+# Ops with a packed result.
 
 _Result = Float4Tensor | list[Any] | NotImplementedType
 
@@ -287,26 +287,26 @@ def _unbind(op: OpOverload, x: Float4Tensor, dim: int = 0) -> _Result:
     return [_select(aten.select.int, x, dim, index) for index in range(x.shape[dim])]
 
 
-def _along(op: OpOverload, x: Float4Tensor, dim: int = 0, *args: object) -> Any:
-    """A slice, or chosen entries, of a dimension that is not packed."""
+def _take_along(op: OpOverload, x: Float4Tensor, dim: int = 0, *args: object) -> Any:
+    """Take a slice, or the given entries, of a dimension that is not packed."""
     if x.spec.block[dim] != 1:
         return NotImplemented
     size = x.shape[dim]
 
-    def taken(t: Tensor) -> Tensor:
+    def take(t: Tensor) -> Tensor:
         if t.shape[dim] != size:
             return t
         raw = t.view(torch.uint8) if t.dtype.itemsize == 1 else t  # FP8 has no index_select
         return op(raw, dim, *args).view(t.dtype)
 
-    return x.map(taken)
+    return x.map(take)
 
 
 def _index(op: OpOverload, x: Float4Tensor, indices: Sequence[Tensor | None]) -> _Result:
     index = indices[0]
     if len(indices) > 1 or index is None or index.ndim != 1 or index.dtype == torch.bool:
         return NotImplemented
-    return _along(aten.index_select.default, x, 0, index % x.shape[0])
+    return _take_along(aten.index_select.default, x, 0, index % x.shape[0])
 
 
 _HANDLERS: dict[OpOverload, Callable[..., object]] = {
@@ -319,7 +319,7 @@ _HANDLERS: dict[OpOverload, Callable[..., object]] = {
     aten._to_copy.default: _to_copy,
     aten.select.int: _select,
     aten.unbind.int: _unbind,
-    aten.slice.Tensor: _along,
-    aten.index_select.default: _along,
+    aten.slice.Tensor: _take_along,
+    aten.index_select.default: _take_along,
     aten.index.Tensor: _index,
 }

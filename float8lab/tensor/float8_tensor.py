@@ -30,8 +30,8 @@ __all__ = ["PLAIN", "Float8Tensor", "decoded", "quantize"]
 PLAIN = frozenset(
     (Tensor, torch.nn.Parameter, torch.nn.Buffer, torch._subclasses.FakeTensor, FunctionalTensor)
 )
-"""Tensors that may sit in an op beside a Float8Tensor. Any other subclass (a DTensor, say) gets to
-handle the op first, and calls it again on the Float8Tensors inside it."""
+"""Tensor types that may appear in an op beside a Float8Tensor. Any other subclass (such as DTensor)
+handles the op first, and calls it a second time on the Float8Tensors inside it."""
 
 
 View = TypeVar("View", bound=Callable[..., object])
@@ -66,10 +66,10 @@ def _check_fields(
 class Float8Tensor(StoredTensor):
     """A tensor of ``dtype`` stored as FP8 data and scales: ``x ~= qdata.float() * scale``.
 
-    ``dtype``, ``element_size()`` and ``nbytes`` describe the tensor it stands for; the memory it
-    takes is that of ``qdata``, ``scale`` and ``amax``. Strides are those of ``qdata``.
-    ``data_ptr()`` is the address of a dequantized copy, to read from. Ops on a subclass give
-    tensors of that class, made without its ``__init__``.
+    ``dtype``, ``element_size()`` and ``nbytes`` describe the high-precision tensor that it
+    represents; it occupies the memory of ``qdata``, ``scale`` and ``amax``. Strides are those of
+    ``qdata``. ``data_ptr()`` is the address of a dequantized copy, only for reading. Ops on a
+    subclass return tensors of that subclass, made without its ``__init__``.
 
     Attributes:
         qdata: the FP8 data, same shape as the tensor.
@@ -86,16 +86,16 @@ class Float8Tensor(StoredTensor):
     _window: Window | None = None
     _high_precision_init_val: Tensor | None = None
     _shared_scales: Any = None
-    """A ``SharedScales`` of ``distributed/`` on a shard of a weight whose blocks cross ranks."""
+    """A ``SharedScales`` of ``distributed/`` for a weight shard whose blocks cross ranks."""
 
     def __new__(
         cls, qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
     ) -> Float8Tensor:
-        """Make a tensor of these.
+        """Make a tensor from its fields.
 
         Raises:
-            TypeError: a part of another type or dtype.
-            ValueError: a part of another shape.
+            TypeError: a field has a wrong type or dtype.
+            ValueError: a field has a wrong shape.
         """
         _check_fields(qdata, scale, amax, spec, dtype)
         return cls._make(qdata, scale, amax, spec, dtype)
@@ -104,8 +104,8 @@ class Float8Tensor(StoredTensor):
     def _make(
         cls, qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
     ) -> Float8Tensor:
-        """Make a tensor of this class from fields that belong together, without its constructor."""
-        # A subclass's constructor may have other arguments.
+        """Make a tensor of this class from matching fields, without calling its constructor."""
+        # The constructor of a subclass may take other arguments.
         x: Float8Tensor = torch.Tensor._make_wrapper_subclass(
             cls, qdata.shape, strides=qdata.stride(), storage_offset=qdata.storage_offset(),
             dtype=dtype, device=qdata.device, requires_grad=False,
@@ -116,10 +116,10 @@ class Float8Tensor(StoredTensor):
     def __init__(
         self, qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
     ) -> None:
-        """``__new__`` has set all."""
+        """Do nothing; ``__new__`` has set the fields."""
 
-    # Torch asks ``__torch_function__`` for each of its own attributes; these two are not. And
-    # torch.export watches who reads attributes, but asks for the shape before it watches a tensor.
+    # These properties avoid ``__torch_function__``, which torch calls for its own attributes. Also,
+    # torch.export tracks reads of attributes, but reads ``shape`` before it tracks a tensor.
     shape = property(lambda self: self.__dict__["qdata"].shape)
     dtype = property(operator.attrgetter("_dtype"))
     _dtype: torch.dtype
@@ -147,7 +147,7 @@ class Float8Tensor(StoredTensor):
             return NotImplemented  # the other class handles the call
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            # A handler of a composite op returns a fresh tensor: torch splits one with ``out``.
+            # A handler of a composite op returns a fresh tensor; with ``out``, torch splits the op.
             handler = table.composite.get(function) if kwargs.get("out") is None else None
             if handler is not None and not torch._C._are_functorch_transforms_active():
                 result = handler(*args, **kwargs)
@@ -165,31 +165,31 @@ class Float8Tensor(StoredTensor):
         _refresh_views(args)
         kwargs = kwargs or {}
         if (handler := table.get(op)) is None:
-            # Autograd has split composite ops, but inference mode and handlers run without it.
+            # Autograd has split composite ops; inference mode and handlers call them without it.
             if (result := op.decompose(*args, **kwargs)) is not NotImplemented:
                 return result
             if not op.is_view:
                 return run_fallback(Float8Tensor, op, args, kwargs)
             handler = table[ANY_VIEW]
         if torch.is_inference_mode_enabled() and op.is_view and not args[0].is_inference():
-            # Torch wants a view of a tensor that is no inference tensor to be none, either.
+            # Torch wants the view of a normal tensor to be a normal tensor in inference mode, too.
             with torch.inference_mode(False), torch.no_grad():
                 return handler(op, *args, **kwargs)
         result = handler(op, *args, **kwargs)
         return run_fallback(Float8Tensor, op, args, kwargs) if result is NotImplemented else result
 
     def replace(self, **changes: object) -> Float8Tensor:
-        """A tensor of this class with some of qdata, scale, amax, spec, dtype replaced."""
+        """Return a tensor of this class with some of qdata, scale, amax, spec, dtype replaced."""
         fields = {name: getattr(self, name) for name in ("qdata", "scale", "amax", "spec", "dtype")}
         return self._make(**{**fields, **changes})
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Float8Tensor:
-        """A tensor of this class and spec with ``function`` applied to each of its tensors."""
+        """Return a tensor of this class and spec with ``function`` applied to each inner tensor."""
         qdata, scale, amax = map(function, (self.qdata, self.scale, self.amax))
         return self._make(qdata, scale, amax, self.spec, self.dtype)
 
     def dequantize(self) -> Tensor:
-        """The tensor in its high-precision ``dtype``; differentiable, the gradient passes through.
+        """Return the values in the high-precision ``dtype``; gradients pass through unchanged.
 
         >>> float8lab.quantize(torch.tensor([1.0, -2.0])).dequantize()
         tensor([ 1., -2.])
@@ -199,10 +199,10 @@ class Float8Tensor(StoredTensor):
     def requantize_(self, value: Tensor) -> Float8Tensor:
         """Overwrite in place with ``value``, quantized by this tensor's spec with new scales.
 
-        Written through a view, the elements that the view does not show keep their values.
+        A write through a view leaves the values of elements outside the view unchanged.
 
         Raises:
-            TypeError: ``value`` is no floating-point tensor.
+            TypeError: ``value`` is not a floating-point tensor.
             ValueError: ``value`` has another shape.
         """
         arguments.check_floating("value", value)
@@ -221,7 +221,7 @@ class Float8Tensor(StoredTensor):
         return self
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """Initial values kept by ``fp8_model_init(preserve_high_precision_init_val=True)``."""
+        """Return what ``fp8_model_init(preserve_high_precision_init_val=True)`` kept, or None."""
         return self._high_precision_init_val
 
     def clear_high_precision_init_val(self) -> None:
@@ -229,12 +229,12 @@ class Float8Tensor(StoredTensor):
         self._high_precision_init_val = None
 
     def _decode(self, prior: Tensor | None = None) -> Tensor:
-        """``dequantize`` without autograd, for handlers; in a compiled graph, after ``prior``."""
+        """Dequantize without autograd, for handlers; a compiled graph computes ``prior`` first."""
         self._refresh()
         return dequantize_blocks(self.qdata, self.scale, self.spec, self.dtype, prior=prior)
 
     def _refresh(self) -> None:
-        """Renew the scales of a view that holds a copy of its base's."""
+        """Update the scales of a view that holds a copy of its base's scales."""
         window = self._window
         if window is not None and window.copied and window.base is not None:
             view: object = window.base
@@ -245,7 +245,7 @@ class Float8Tensor(StoredTensor):
 
     @property
     def data(self) -> Float8Tensor:
-        """This tensor, detached and sharing its memory. Assigning takes another one's memory."""
+        """This tensor, detached and sharing its memory; assignment takes over other memory."""
         return self.detach()  # type: ignore[return-value]  # torch's stub says Tensor
 
     @data.setter
@@ -260,7 +260,7 @@ class Float8Tensor(StoredTensor):
             setattr(self, name, getattr(value, name))
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
-        """A numpy array of the values, which cannot share memory with FP8: ``force=True`` copies.
+        """Return a numpy array of the values; it is a copy, so ``force=True`` is required.
 
         Raises:
             TypeError: ``force`` is not set.
@@ -273,17 +273,17 @@ class Float8Tensor(StoredTensor):
         return self.detach().dequantize().numpy(force=True)
 
     def __array__(self, dtype: np.dtype | None = None) -> np.ndarray:
-        """A copy for numpy and matplotlib, in float32 if numpy lacks this tensor's dtype."""
+        """Copy the values for numpy and matplotlib, in float32 if numpy lacks this dtype."""
         x = self.dequantize()
         array = (x.float() if x.dtype == torch.bfloat16 else x).numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def tolist(self) -> list:
-        """The values as nested lists of Python numbers."""
+        """Return the values as nested lists of Python numbers."""
         return self.detach().dequantize().tolist()
 
     def apply_(self, function: Callable[[float], float]) -> Float8Tensor:
-        """Replace each value by ``function`` of it. CPU only and slow, as torch's."""
+        """Replace each value by ``function`` of it. It is slow and runs on the CPU, as in torch."""
         return self.requantize_(self.detach().dequantize().apply_(function))
 
     def __dlpack__(self, *args: object, **kwargs: object) -> object:
@@ -293,10 +293,10 @@ class Float8Tensor(StoredTensor):
         )
 
     def data_ptr(self) -> int:
-        """Address of a dequantized copy, which is there as long as this object; 0 without data.
+        """Return the address of a dequantized copy that lives as long as this object; 0 if empty.
 
-        It is for code that reads a tensor's memory as ``dtype``: safetensors, and what saves by it.
-        Each call brings the copy up to date; what is written there is lost.
+        It is for code that reads a tensor's memory as ``dtype``, such as safetensors. Each call
+        updates the copy; writes to the copy are lost.
         """
         if not self._has_data():
             return super().data_ptr()
@@ -307,7 +307,7 @@ class Float8Tensor(StoredTensor):
             return self._readable.copy_(self._decode()).data_ptr()
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        # A view that shares blocks leaves its base behind, and so takes blocks of its own.
+        # A view that shares blocks is saved without its base, so it gets its own blocks.
         x = self
         if self._window is not None:
             self._refresh()
@@ -322,10 +322,10 @@ class Float8Tensor(StoredTensor):
             return format(self.item(), format_spec)
         return object.__format__(self, format_spec)
 
-    # Views for people.
+    # Methods that display tensors.
 
     _views: ClassVar[dict[str, Callable[..., Any]]] = {}
-    """Functions that count and draw tensors, entered by ``float8lab.inspect``, a layer above."""
+    """Functions that summarize and draw tensors; ``float8lab.inspect``, a layer up, adds them."""
 
     @overload
     def stats(
@@ -336,7 +336,7 @@ class Float8Tensor(StoredTensor):
     def stats(
         self, original: Tensor | None = None, *, per_block: bool = False
     ) -> statistics.TensorStats | statistics.BlockStats:
-        """Statistics of the tensor: see ``float8lab.inspect.stats``.
+        """Return statistics of the tensor: see ``float8lab.inspect.stats``.
 
         >>> float8lab.quantize(torch.tensor([448.0, 0.0])).stats().zero
         0.5
@@ -344,11 +344,11 @@ class Float8Tensor(StoredTensor):
         return self._views["stats"](self, original, per_block=per_block)
 
     def compare(self, original: Tensor) -> statistics.Comparison:
-        """How far the tensor is from what was quantized: see ``float8lab.inspect.compare``."""
+        """Measure the error against the original tensor: see ``float8lab.inspect.compare``."""
         return self._views["compare"](self, original)
 
     def histogram(self, by: str = "code") -> statistics.Histogram:  # type: ignore[override]  # hides torch's
-        """Counts by ``"code"`` or ``"exponent"``: see ``float8lab.inspect.histogram``.
+        """Count values by ``"code"`` or ``"exponent"``: see ``float8lab.inspect.histogram``.
 
         It hides torch's method, which counts values; for that, call
         ``torch.histogram(x.dequantize(), bins)``.
@@ -356,24 +356,24 @@ class Float8Tensor(StoredTensor):
         return self._views["histogram"](self, by)
 
     def blocks(self) -> Tensor:
-        """The scales as a matrix: see ``float8lab.inspect.blocks``."""
+        """Return the scales as a matrix: see ``float8lab.inspect.blocks``."""
         return self._views["blocks"](self)
 
     def plot(self) -> Figure:
-        """A matplotlib figure: see ``float8lab.inspect.plot``. Needs the extra ``plot``."""
+        """Draw a matplotlib figure: see ``float8lab.inspect.plot``. Needs the extra ``plot``."""
         return self._views["plot"](self)
 
     def _repr_html_(self) -> str | None:
-        """HTML for Jupyter; None, so that Jupyter shows ``repr``, if there are no numbers."""
+        """Return HTML for Jupyter, or None without data, so that Jupyter shows ``repr``."""
         return self._views["html"](self, repr(self)) if self._has_data() else None
 
     def __rich__(self) -> object:
-        """The object that ``rich.print`` shows."""
+        """Return the object that ``rich.print`` shows."""
         return self._views["table"](self) if self._has_data() else repr(self)
 
     @classmethod
     def _add_view(cls, function: View) -> View:
-        """Enter a function that draws a tensor, under its own name."""
+        """Enter a function that displays a tensor, under the function's name."""
         cls._views[function.__name__] = function
         return function
 
@@ -402,19 +402,19 @@ class Float8Tensor(StoredTensor):
 
 
 def decoded(x: Tensor) -> Tensor:
-    """A tensor in high precision, for what runs below autograd."""
+    """Dequantize a Float8Tensor without autograd; return any other tensor unchanged."""
     return x._decode() if isinstance(x, Float8Tensor) else x
 
 
 def _has_default_hook(t: type) -> bool:
-    """Whether a class has torch's ``__torch_function__``, as ``Tensor`` has."""
+    """Whether a class has the default ``__torch_function__``, that of ``Tensor``."""
     hooks = (getattr(c, "__torch_function__", None) for c in (t, Tensor))
     hook, default = (getattr(hook, "__func__", None) for hook in hooks)
     return hook is default
 
 
 def _refresh_views(args: Sequence[object]) -> None:
-    """Renew the scales of the views among an op's arguments that hold copies."""
+    """Update the scales of those views among an op's arguments that hold copies of scales."""
     for arg in args:
         for x in arg if isinstance(arg, (list, tuple)) else (arg,):
             if isinstance(x, Float8Tensor) and x._window is not None:
@@ -422,13 +422,13 @@ def _refresh_views(args: Sequence[object]) -> None:
 
 
 def _values(x: Float8Tensor) -> str:
-    """The numbers of a Float8Tensor as torch prints them, without ``tensor(...)`` and suffixes."""
-    options = torch._tensor_str.PRINT_OPTS  # what torch.set_printoptions sets
+    """Format the values of a Float8Tensor as torch does, without ``tensor(...)`` and suffixes."""
+    options = torch._tensor_str.PRINT_OPTS  # set by torch.set_printoptions
     edge, threshold, printed = options.edgeitems, options.threshold, cast(Tensor, x)
     if x.numel() > threshold:  # torch prints only the edges, so only those are dequantized
         threshold = 0
         for dim, size in enumerate(x.shape):
-            if size > 2 * edge + 1:  # one more than is printed, for torch to leave out
+            if size > 2 * edge + 1:  # keep one more than is printed, so that torch prints "..."
                 index = torch.arange(size, device=x.device)
                 index = torch.cat([index[: edge + 1], index[size - edge :]])
                 printed = printed.index_select(dim, index)
@@ -452,7 +452,7 @@ def _rebuild(  # noqa: PLR0913  # the state in pickles
     scale_rule: str, dtype: torch.dtype, requires_grad: bool, extra: Mapping[str, object],
     cls: type[Float8Tensor] = Float8Tensor,
 ) -> Float8Tensor:  # fmt: skip
-    """Make a Float8Tensor from the state by ``__reduce_ex__``; pickles name this function."""
+    """Make a Float8Tensor from the state of ``__reduce_ex__``; pickles name this function."""
     spec = Float8Spec(fp8_dtype, tuple(block), scale_rule)
     x = cls._make(qdata.view(fp8_dtype), scale, amax, spec, dtype)
     x.requires_grad_(requires_grad)
@@ -481,9 +481,9 @@ def quantize(
             ``(-1, -1)`` per tensor, ``(1, -1)`` per row, ``(1, 128)``, ``(128, 128)``,
             ``(1, 32)``; or one size for every dimension of ``x``.
         scale_rule: ``"fp32"``, ``"pow2"`` or ``"e8m0"`` (see ``formats.SCALE_RULES``).
-        scale: decode scale(s) to use instead of ones computed from ``x``: a number, or a tensor
+        scale: decode scale(s) to use instead of scales computed from ``x``: a number, or a tensor
             that broadcasts to one scale per block. Values beyond ``scale * largest`` saturate.
-        amax_epsilon: amaxes are raised to at least this.
+        amax_epsilon: smaller amaxes are raised to this value.
 
     Returns:
         A Float8Tensor of ``x``'s shape and dtype. A block that is all zero, or holds inf or NaN,
@@ -506,7 +506,7 @@ def quantize(
         raise TypeError(
             f"x must be a float32, bfloat16 or float16 tensor; got {got}. Convert it first."
         )
-    if not torch.compiler.is_compiling():  # a float may be an input of the graph there
+    if not torch.compiler.is_compiling():  # in a graph, a float may be a graph input
         if is_dtensor(x):
             raise NotImplementedError(
                 "x must be an ordinary tensor; got a DTensor. Quantize x.full_tensor() and pass "
@@ -535,7 +535,7 @@ def quantize(
 
 
 def _checked_scale(scale: Tensor | float, expected: tuple[int, ...]) -> Tensor:
-    """Given scales in float32; raises for wrong values, which only a CPU finds without a wait."""
+    """Return given scales in float32; raise for wrong values if that needs no wait for a GPU."""
     scale = torch.as_tensor(scale, dtype=torch.float32)
     if torch.broadcast_shapes(scale.shape, expected) != torch.Size(expected):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Handlers that gather or join elements into new FP8 tensors: the bytes move, values stay.
+"""Handlers that gather or join elements into new FP8 tensors; bytes are moved, values stay.
 
-Where an op would mix or cut blocks the result has smaller ones (a divisor of the size), so the
-outcome is exact. Joining tensors that are each scaled as a whole gives one block for each operand.
+If an op would mix or cut blocks, the result has smaller blocks (a divisor of the size), so it is
+exact. Joining tensors with one scale each gives one block per tensor.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ aten = torch.ops.aten
 _Function = Callable[[Tensor], Tensor]
 
 
-def _fresh(
+def _make_like(
     x: Float8Tensor, data: _Function, scales: _Function, block: Sequence[int]
 ) -> Float8Tensor:
-    """A new tensor made of ``x`` by one function of its bytes and one of its scales."""
+    """Make a new tensor from ``x`` with one function for its bytes and one for its scales."""
     q = data(x.qdata.view(torch.uint8)).view(x.qdata.dtype)
     scale, amax = (scales(t).clone() for t in (x.scale, x.amax))
     return x._make(q, scale, amax, replace(x.spec, block=tuple(block)), x.dtype)
 
 
-def _at(block: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ...]:
-    """``block`` with the size of dimension ``dim`` replaced by others."""
+def _replace_size(block: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ...]:
+    """Replace the size of dimension ``dim`` in ``block`` by other sizes."""
     return (*block[:dim], *sizes, *block[dim + 1 :])
 
 
 def _pick(x: Float8Tensor, dim: int, index: Tensor, take: Callable[..., Tensor]) -> Float8Tensor:
-    """``take(tensor, index)``, which puts the dimensions of ``index`` in the place of ``dim``."""
+    """Return ``take(tensor, index)``, in which the dimensions of ``index`` replace ``dim``."""
     b = x.spec.block[dim]
     if b == -1:
-        nowhere = torch.zeros((1,) * index.ndim, dtype=torch.long, device=index.device)
-        block = _at(x.spec.block, dim, *(-1,) * index.ndim)
-        return _fresh(x, lambda t: take(t, index), lambda t: take(t, nowhere), block)
-    block = _at(x.spec.block, dim, *(1,) * index.ndim)
+        zeros = torch.zeros((1,) * index.ndim, dtype=torch.long, device=index.device)
+        block = _replace_size(x.spec.block, dim, *(-1,) * index.ndim)
+        return _make_like(x, lambda t: take(t, index), lambda t: take(t, zeros), block)
+    block = _replace_size(x.spec.block, dim, *(1,) * index.ndim)
     blocks = torch.where(index < 0, index + x.shape[dim], index) // b
-    return _fresh(x, lambda t: take(t, index), lambda t: take(t, blocks), block)
+    return _make_like(x, lambda t: take(t, index), lambda t: take(t, blocks), block)
 
 
 @implements(aten.index_select.default)
 def _index_select(op: OpOverload, x: Float8Tensor, dim: int, index: Tensor) -> Float8Tensor:
     if not x.ndim:
-        return _fresh(x, lambda t: op(t, dim, index), lambda t: t, ())
+        return _make_like(x, lambda t: op(t, dim, index), lambda t: t, ())
     index = index.reshape(-1)
     return _pick(x, dim % x.ndim, index, lambda t, i: op(t, dim, i))
 
 
 @implements(aten.index.Tensor)
 def _index(op: OpOverload, x: Tensor, indices: Sequence[Tensor | None]) -> object:
-    given = [(d, i) for d, i in enumerate(indices) if i is not None]
-    if isinstance(x, Float8Tensor) and len(given) == 1:
-        dim, index = given[0]
+    indexed = [(d, i) for d, i in enumerate(indices) if i is not None]
+    if isinstance(x, Float8Tensor) and len(indexed) == 1:
+        dim, index = indexed[0]
         lead = [None] * dim
         if index.dtype == torch.bool and index.shape == x.shape[dim : dim + 1]:
             index = index.nonzero().squeeze(1)
@@ -86,7 +86,7 @@ def _flip(op: OpOverload, x: Float8Tensor, dims: Sequence[int]) -> Float8Tensor:
         if x.ndim and block[d] > 1:
             block[d] = math.gcd(block[d], x.shape[d])
     x = cut(x, tuple(block))
-    return _fresh(x, lambda t: op(t, dims), lambda t: op(t, dims), block)
+    return _make_like(x, lambda t: op(t, dims), lambda t: op(t, dims), block)
 
 
 @implements(aten.roll.default)
@@ -96,7 +96,7 @@ def _roll(
     if not dims:  # rolls the flattened tensor
         if not x.spec.per_tensor:
             return NotImplemented
-        return _fresh(x, lambda t: op(t, shifts), lambda t: t, x.spec.block)
+        return _make_like(x, lambda t: op(t, shifts), lambda t: t, x.spec.block)
     block = list(x.spec.block)
     for shift, d in zip(shifts, dims, strict=True):
         if block[d] > 1:
@@ -104,19 +104,19 @@ def _roll(
     sizes = [(shift, block[d]) for shift, d in zip(shifts, dims, strict=True)]
     block_shifts = [0 if size == -1 else shift // size for shift, size in sizes]
     x = cut(x, tuple(block))
-    return _fresh(x, lambda t: op(t, shifts, dims), lambda t: op(t, block_shifts, dims), block)
+    return _make_like(x, lambda t: op(t, shifts, dims), lambda t: op(t, block_shifts, dims), block)
 
 
 @implements(aten.repeat.default)
 def _repeat(op: OpOverload, x: Float8Tensor, repeats: Sequence[int]) -> object:
     if len(repeats) < x.ndim:
-        return NotImplemented  # torch has a message
+        return NotImplemented  # torch raises
     lead = (len(repeats) - x.ndim) * (-1 if x.spec.per_tensor else 1,)
     sizes = zip(x.spec.block, x.shape, repeats[len(lead) :], strict=True)
     x = cut(x, tuple(math.gcd(b, n) if b > 1 and times > 1 else b for b, n, times in sizes))
     block = (*lead, *x.spec.block)
-    of_scales = [1 if b == -1 else times for b, times in zip(block, repeats, strict=True)]
-    return _fresh(x, lambda t: op(t, repeats), lambda t: op(t, of_scales), block)
+    scale_repeats = [1 if b == -1 else times for b, times in zip(block, repeats, strict=True)]
+    return _make_like(x, lambda t: op(t, repeats), lambda t: op(t, scale_repeats), block)
 
 
 def _joinable(tensors: Sequence[Tensor]) -> TypeGuard[Sequence[Float8Tensor]]:
@@ -126,7 +126,7 @@ def _joinable(tensors: Sequence[Tensor]) -> TypeGuard[Sequence[Float8Tensor]]:
 
 
 def _common_block(tensors: Sequence[Float8Tensor]) -> tuple[int, ...]:
-    """The largest block that fits into those of all tensors."""
+    """Return the largest block that fits into the blocks of all tensors."""
     block = []
     for d, sizes in enumerate(zip(*(x.spec.block for x in tensors), strict=True)):
         lengths = [x.shape[d] if b == -1 else b for x, b in zip(tensors, sizes, strict=True)]
@@ -162,8 +162,8 @@ def _cat(op: OpOverload, tensors: Sequence[Tensor], dim: int = 0) -> object:
     if b == -1:
         b = math.gcd(*lengths)
     elif b > 1:
-        b = math.gcd(b, *lengths[:-1])  # the last block may end early
-    block = _at(block, dim, b)
+        b = math.gcd(b, *lengths[:-1])  # the last tensor may end with a partial block
+    block = _replace_size(block, dim, b)
     return _join(op, qdata, [cut(x, block) for x in joined], dim, block)
 
 

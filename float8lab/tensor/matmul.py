@@ -1,10 +1,10 @@
-"""Handlers of ``mm`` and the like: FP8 GEMMs where the scales permit.
+"""Handlers of ``mm`` and similar ops: they run FP8 GEMMs where the scales permit.
 
 B, M, N, K as in ``ops.gemm``, and E experts.
 
-A GEMM contracts K, so no scale may change along K except blockwise: each operand must be scaled
-in full rows of its [M, K] (or [N, K]) form, or in blocks along K. An ordinary tensor is
-quantized to match its partner; a pair that does not fit is dequantized.
+A GEMM contracts K, so scales may change along K only in blocks: each operand must be scaled in full
+rows of its [M, K] (or [N, K]) form, or in blocks along K. An ordinary tensor is quantized to match
+the other operand; a pair that does not fit is dequantized.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ aten = torch.ops.aten
 
 _Block = tuple[int, int]
 _Result = Tensor | NotImplementedType
-"""The output of a GEMM in FP8; ``NotImplemented`` if none does it."""
+"""The output of an FP8 GEMM, or ``NotImplemented`` if no FP8 GEMM takes the operands."""
 
 
 def _gemm_block(x: Tensor, transposed: bool) -> _Block | None:
-    """The block of a matrix, or its transpose, as a GEMM takes it; None of an ordinary tensor.
+    """Return the block of a matrix, or of its transpose, for a GEMM; None for an ordinary tensor.
     Blocks of several full rows count as single rows."""
     if not isinstance(x, Float8Tensor):
         return None
@@ -46,9 +46,9 @@ def _gemm_block(x: Tensor, transposed: bool) -> _Block | None:
 
 
 def _gemm_blocks(a: Tensor, b: Tensor, transposed: bool) -> tuple[_Block, _Block] | None:
-    """The blocks of two operands in [rows, K] form, or None if no FP8 GEMM takes the two.
-    An ordinary tensor is to be quantized in blocks that match its partner's. GPUs multiply 1x32
-    blocks by scales in e8m0 alone. ``transposed`` says that ``b`` is given as [K, N]."""
+    """Return the blocks of two operands in [rows, K] form, or None if no FP8 GEMM takes them.
+    An ordinary tensor gets a block that matches the other operand's. GPUs take 1x32 blocks only
+    with e8m0 scales. ``transposed`` says that ``b`` is given as [K, N]."""
     if a.dtype not in HIGH_PRECISION_DTYPES or a.dtype != b.dtype:
         return None
     block_a, block_b = _gemm_block(a, False), _gemm_block(b, transposed)
@@ -61,15 +61,15 @@ def _gemm_blocks(a: Tensor, b: Tensor, transposed: bool) -> tuple[_Block, _Block
 
 
 def _partner_block(block: _Block | None) -> _Block | None:
-    """The block in which an ordinary tensor is quantized to match an operand in ``block``."""
+    """Return the block in which to quantize an ordinary tensor for an operand in ``block``."""
     return (1, 128) if block == (128, 128) else block
 
 
 def _operand(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> BlockOperand:
-    """An operand in [rows, K] or [B, rows, K] form; a matrix as GEMMs read it from memory."""
+    """Make an operand in [rows, K] or [B, rows, K] form; a matrix gets the layout GEMMs read."""
     batch = x.ndim - 2
     if not isinstance(x, Float8Tensor):
-        stored = cast("Float8Tensor", partner)  # one operand at least is
+        stored = cast("Float8Tensor", partner)  # at least one of the two is a Float8Tensor
         spec = with_block(stored.spec, (*(1,) * batch, *block))
         q, scale, _ = quantize_blocks(x.mT if transposed else x, spec)
         return BlockOperand(q, scale, block)
@@ -91,9 +91,9 @@ def _operand(x: Tensor, block: _Block, partner: Tensor, transposed: bool) -> Blo
 def _fp8_mm(
     a: Tensor, b: Tensor, bias: Tensor | None = None, *, transposed: bool = False, ndim: int = 2
 ) -> _Result:
-    """``a @ b.T + bias`` in FP8, or ``a @ b + bias`` if ``transposed``, of so many dimensions."""
+    """Compute ``a @ b.T + bias`` in FP8, or ``a @ b + bias`` if transposed, for ``ndim`` axes."""
     blocks = None if isinstance(bias, Float8Tensor) else _gemm_blocks(a, b, transposed)
-    if blocks is None or not a.ndim == b.ndim == ndim:  # of which torch has a message
+    if blocks is None or not a.ndim == b.ndim == ndim:  # torch raises for wrong dimensions
         return NotImplemented
     left, right = _operand(a, blocks[0], b, False), _operand(b, blocks[1], a, transposed)
     return scaled_mm_op(*left, *right, bias, a.dtype, False)
@@ -101,19 +101,19 @@ def _fp8_mm(
 
 @implements_composite(F.linear, aten.linear.default)
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> object:
-    """The GEMM at once, where torch would split it only for autograd or autocast."""
+    """Run the GEMM without splitting the op, which torch does only for autograd or autocast."""
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type):
         return NotImplemented
     tensors = (input, weight) if bias is None else (input, weight, bias)
     if not all(_needs_no_autograd(x) and x.device == input.device for x in tensors):
         return NotImplemented
     if [x.ndim for x in tensors] != [2, 2, 1][: len(tensors)] or input.shape[1] != weight.shape[1]:
-        return NotImplemented  # torch has a message
+        return NotImplemented  # torch raises for these sizes
     return _fp8_mm(input, weight, bias)
 
 
 def _needs_no_autograd(x: Tensor) -> bool:
-    """Whether a tensor is no view that shares blocks, no other subclass, and wants no gradient."""
+    """Whether x needs no gradient and is neither a view that shares blocks nor a subclass."""
     if (x._window is not None) if isinstance(x, Float8Tensor) else (type(x) not in PLAIN):
         return False
     return not (torch.is_grad_enabled() and x.requires_grad)
@@ -158,11 +158,11 @@ def _grouped_mm(
 ) -> _Result:  # fmt: skip
     by_rows = (a.ndim, b.ndim) == (2, 3) and bias is None and out_dtype in (None, a.dtype)
     if offs is None or not by_rows or (a.shape[1], offs.shape) != (b.shape[1], b.shape[:1]):
-        return NotImplemented  # torch has messages for sizes that do not fit
+        return NotImplemented  # torch raises for sizes that do not fit
     if (blocks := _gemm_blocks(a, b, True)) is None:
         return NotImplemented
     (rows, columns), weight_block = blocks
-    block = min(rows, 1), columns  # an expert's rows may begin anywhere in a block of several
+    block = min(rows, 1), columns  # an expert's rows may begin inside a block of several rows
     right = _operand(b, weight_block, a, True)
     if isinstance(a, Float8Tensor):
         left = _operand(a, block, b, False)

@@ -1,7 +1,7 @@
 """Handlers of LayerNorm and RMSNorm, which read FP8 data and scales.  M rows, K features.
 
-The rows may be FP8 of any blocks, or ordinary where only weight or bias is FP8; those two vectors
-are dequantized.
+The rows may be FP8 with any blocks, or plain if only weight or bias is FP8. Weight and bias are
+dequantized.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ aten = torch.ops.aten
 
 
 def _rows(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """``x`` as [M, K], where a norm over the last dimensions, ``shape``, is a norm of each row."""
+    """Return ``x`` as [M, K], so that a norm over the last dimensions ``shape`` is one of rows."""
     if x.dtype not in HIGH_PRECISION_DTYPES:
         x = decoded(x)
     return x.reshape(math.prod(x.shape[: x.ndim - len(shape)]), math.prod(shape))
 
 
 def _fits(x: Tensor, shape: Sequence[int], *vectors: Tensor | None) -> bool:
-    """Whether sizes are those that torch's norms take; torch has a message for each other."""
+    """Whether torch's norms take these sizes; if not, torch raises with its own message."""
     sizes = [x.shape[x.ndim - len(shape) :], *(v.shape for v in vectors if v is not None)]
     return len(shape) > 0 and all(list(size) == list(shape) for size in sizes)
 
@@ -48,7 +48,7 @@ def _forward(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, *,
     center: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The norm, mean and rstd of each row in the shapes that torch's norms give them."""
+    """Return the norm, and the mean and rstd of each row in the shapes that torch's norms use."""
     rows = _rows(x, shape)
     K = rows.shape[1]
     vectors = _vector(weight, K, x, 1.0), _vector(bias, K, x, 0.0) if center else None
@@ -60,7 +60,7 @@ def _forward(
 
 
 def _data_and_scales(rows: Tensor) -> tuple[Tensor | tuple[int, ...], ...]:
-    """The rows as the ops take them: FP8 data, scales and block, or the tensor itself."""
+    """Return rows as the ops take them: FP8 data, scales and block, or the tensor itself."""
     return (rows.qdata, rows.scale, rows.spec.block) if isinstance(rows, Float8Tensor) else (rows,)
 
 
@@ -69,7 +69,7 @@ def _backward(  # noqa: PLR0913  # torch's arguments
     op: OpOverload | None, dy: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor | None,
     rstd: Tensor, weight: Tensor | None, bias: Tensor | None, needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The gradients of x, weight and bias that are needed; ``mean`` is None for RMSNorm."""
+    """Compute the needed gradients of x, weight and bias; ``mean`` is None for RMSNorm."""
     rows, center = _rows(x, shape), mean is not None
     M, K = rows.shape
     stats = None if mean is None else mean.reshape(M), rstd.reshape(M)
@@ -77,8 +77,8 @@ def _backward(  # noqa: PLR0913  # torch's arguments
     dy, gamma = decoded(dy).reshape(M, K), _vector(weight, K, x, 1.0)
     gradients = norm_backward_op(dy, data, gamma, *stats, center, x.dtype, *scales)
     return tuple(
-        gradient.view(given.shape).to(given.dtype) if need and given is not None else None
-        for gradient, given, need in zip(gradients, (x, weight, bias), needs, strict=False)
+        gradient.view(tensor.shape).to(tensor.dtype) if need and tensor is not None else None
+        for gradient, tensor, need in zip(gradients, (x, weight, bias), needs, strict=False)
     )
 
 
@@ -93,11 +93,11 @@ def _layer_norm(
 
 
 def _rms_eps(x: Tensor, eps: float | None) -> float:
-    """``eps``; torch takes the machine epsilon of the arithmetic's dtype for None."""
+    """Return ``eps``, or torch's default: the machine epsilon of the arithmetic's dtype."""
     return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
 
 
-# A GPU has kernels for these two, so torch does not split them there.
+# On a GPU torch has kernels for these two ops, so it does not split them there.
 
 
 @implements(aten._fused_rms_norm.default)

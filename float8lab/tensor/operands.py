@@ -1,19 +1,19 @@
-"""The door to the cast op: a matrix to FP8, rowwise, columnwise or both.  M rows, K columns.
+"""The entry to the cast op: quantize a matrix rowwise, columnwise or both.  M rows, K columns.
 
-Note: the nouns of this room.
+Note: the terms used here.
 
-- *matrix*: what is cast. A tensor; a ``Prologue``, a norm or an activation that the cast computes
-  and never writes; or ``Groups``, either of them with the offsets of experts' rows. The
-  weights of all experts are a tensor ``[E, N, K]``, a *batch*: each of its matrices is cast by
-  itself, and blocks and scales are those of each.
+- *matrix*: the value to cast. It is a tensor, a ``Prologue`` (a norm or activation that the cast
+  computes and never writes), or ``Groups`` (either of them with the offsets of experts' rows). The
+  weights of all experts are a tensor ``[E, N, K]``, a *batch*: each of its matrices is cast
+  separately, with its own blocks and scales.
 - *operand*: FP8 data, padded so that every dimension is a multiple of ``ALIGN``, and decode scales:
   a value is data * decode scale; the cast multiplies by the *encode factor*. The *rowwise* operand
-  has the rows of the matrix, the *columnwise* operand those of its transpose.
-- *parameters*: what a cast is given of its scales (``QuantParams``); None: it makes them of the
-  amaxes that it finds.
+  has the rows of the matrix, the *columnwise* operand has the rows of its transpose.
+- *parameters*: the scales or amaxes that a cast is given (``QuantParams``); with None, the cast
+  computes scales from the amaxes of the matrix.
 
 Layers ask a *scale source* for the parameters of their casts (``nn/scales.py``).
-``ops/reference/grouped.py`` says how groups are laid out.
+``ops/reference/grouped.py`` describes the layout of groups.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from float8lab.recipes.delayed import QuantParams
 __all__ = ["Matrix", "quantize", "replayed_quantize", "value_of"]
 
 Matrix = Tensor | Prologue | Groups
-"""A matrix to be cast: written, computed on the way, or of experts' rows."""
+"""A matrix to cast: a tensor, a prologue to compute, or the rows of experts."""
 
 
 def quantize(
@@ -40,31 +40,31 @@ def quantize(
     params: QuantParams | None = None, epsilon: float = 0.0, dbias: bool = False,
     align: int = ALIGN, keep_amaxes: bool = False,
 ) -> Quantized:  # fmt: skip
-    """Cast a matrix to FP8, from one read where both orientations have one spec.
+    """Cast a matrix to FP8, with a single read if both orientations have the same spec.
 
-    The result depends on the arguments alone; the amax is recorded in the slot of ``params``.
+    The result depends only on the arguments; the amax is recorded in the slot of ``params``.
 
     Args:
-        x: what is cast.
-        rowwise: the spec of the rows; None where they are not wanted.
-        columnwise: the spec of the transpose, in blocks of its own rows; or None.
-        params: what is known of the scales. In backward, what requantizes the forward's input bit
-            for bit: a scale that was made of an amax does not tell the encode factor exactly, so
-            it is that amax.
-        epsilon: the least amax that a scale is made of.
-        dbias: the column sums, ``x.sum(0)``, are wanted, too.
-        align: the sizes of the result are multiples of it.
-        keep_amaxes: with one orientation, ``requant`` has the amaxes of blocks, too.
+        x: the matrix to cast.
+        rowwise: the spec of the rowwise operand; None: do not compute it.
+        columnwise: the spec of the columnwise operand, in blocks of its own rows; or None.
+        params: the known scales or amaxes. To requantize the forward's input bit for bit, backward
+            gives the amax and not the scale, from which the encode factor cannot be restored
+            exactly.
+        epsilon: smaller amaxes are raised to this value before scales are computed.
+        dbias: compute the column sums ``x.sum(0)``, too.
+        align: the sizes of the result are multiples of this number.
+        keep_amaxes: with one orientation, ``requant`` holds the amaxes of blocks, too.
 
     Returns:
-        The operands; what is not asked for is None.
+        The operands; those not asked for are None.
     """
     spec = rowwise or columnwise
     assert spec is not None, "one of the two"
     if columnwise not in (None, spec):
-        by_rows = quantize(x, rowwise, None, params, epsilon, dbias, align)
-        by_columns = quantize(x, None, columnwise, params, epsilon, False, align)
-        return by_rows._replace(columnwise=by_columns.columnwise)
+        rowwise_cast = quantize(x, rowwise, None, params, epsilon, dbias, align)
+        columnwise_cast = quantize(x, None, columnwise, params, epsilon, False, align)
+        return rowwise_cast._replace(columnwise=columnwise_cast.columnwise)
     offs = given = scale = slot = plan = rule = None
     inputs: Sequence[Tensor]
     if isinstance(x, Tensor):
@@ -101,11 +101,11 @@ def replayed_quantize(
     x: Matrix, rowwise: Spec | None, columnwise: Spec | None, params: QuantParams | None,
     epsilon: float, dbias: bool, align: int,
 ) -> Quantized:  # fmt: skip
-    """``quantize`` as a list of launches of its own: a collective separates it from the GEMM."""
+    """Run ``quantize`` with its own launch list, where a collective separates it from the GEMM."""
     run = _planned_quantize if (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda else quantize
     return run(x, rowwise, columnwise, params, epsilon, dbias, align)
 
 
 def value_of(x: Matrix) -> Tensor:
-    """A matrix in high precision, computed if it is not written."""
+    """Return a matrix in high precision; a prologue is computed."""
     return x if isinstance(x, Tensor) else x.value()

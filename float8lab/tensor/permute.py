@@ -1,10 +1,9 @@
-"""Tokens permuted so that those of one expert are neighbours, and back; plain and FP8 tensors.
+"""Permute tokens so that those of an expert are neighbours, and back; plain and FP8 tensors.
 
 T tokens, E experts, K experts of a token, R rows of permuted tokens, H features. Names, arguments
-and meaning are Transformer Engine's.
-
-The row map that ``moe_permute`` returns says where each token goes: ``reference/permute.py`` has
-its layout. Permuting copies rows and unpermuting adds them up, and each is the other's gradient.
+and meaning are those of Transformer Engine.
+The row map that ``moe_permute`` returns gives the row of each token; ``reference/permute.py``
+describes its layout. Permuting copies rows, unpermuting adds them up; each is the other's gradient.
 """
 
 from __future__ import annotations
@@ -38,23 +37,23 @@ def moe_permute(
 ) -> tuple[Tensor, Tensor]:
     """Copy each token to the rows of its experts, ordered by expert and then by token.
 
-    With ``num_out_tokens`` nothing waits for the GPU, and a CUDA graph can capture it.
+    With ``num_out_tokens`` the CPU does not wait for the GPU, and a CUDA graph can capture the op.
 
     Args:
         inp: ``[T, H]``, float32, bfloat16, float16 or float64, or a Float8Tensor, whose bytes move
             with their scales. A scale for the whole tensor is shared; a block of several rows is
             cut into rows.
-        routing_map: with ``map_type="mask"``, ``[T, E]`` of bools or integers: not 0 where an
+        routing_map: with ``map_type="mask"``, ``[T, E]`` of bools or integers: nonzero where an
             expert gets the token. With ``"index"``, ``[T, K]`` of integers: the experts of each
-            token; a negative one is none.
-        num_out_tokens: R. Rows beyond are dropped, and rows that no token fills are zero. -1 or
-            None is as many as ``routing_map`` asks for, which a mask on a GPU makes the CPU wait
-            for.
-        max_token_num: ignored; no room to work in is kept between calls.
+            token; a negative number means no expert.
+        num_out_tokens: R. Rows beyond are dropped, and rows that no token fills are zero. With -1
+            or None, R is the number that ``routing_map`` asks for; for a mask on a GPU the CPU then
+            waits.
+        max_token_num: ignored; no workspace is kept between calls.
         map_type: ``"mask"`` or ``"index"``.
 
     Returns:
-        ``[R, H]``: the rows, of the kind of ``inp``; and the row map for ``moe_unpermute``,
+        ``[R, H]``: the rows, plain or in FP8 like ``inp``; and the row map for ``moe_unpermute``,
         ``[T, E + 1]`` or ``[T, K + 1]`` int32.
 
     Raises:
@@ -77,13 +76,13 @@ def moe_permute(
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int | None = -1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Copy each token, and its probability for the expert, to the rows of its experts.
+    """Copy each token, and its probability for each expert, to the rows of its experts.
 
     Args:
         probs: ``[T, E]``, any float.
 
     Returns:
-        ``[R, H]``: the rows; ``[R]``: their probabilities, 0 where no token is; and the row map.
+        ``[R, H]``: the rows; ``[R]``: their probabilities, 0 for empty rows; and the row map.
 
     The other arguments, with a mask, and the errors are those of ``moe_permute``.
 
@@ -104,27 +103,27 @@ class PaddedRows(NamedTuple):
     rows: Tensor
     """``[R, H]``."""
     probs: Tensor
-    """``[R]``: their probabilities, 0 where no token is."""
+    """``[R]``: the probabilities of the rows, 0 for empty rows."""
     row_map: Tensor
-    """To be given to ``moe_unpermute`` with ``restore_shape`` and ``pad_offsets``."""
+    """The row map for ``moe_unpermute``, along with ``restore_shape`` and ``pad_offsets``."""
     pad_offsets: Tensor | None
-    """``[E]`` int64: how many rows of zeros lie before each expert, None if there are none."""
+    """``[E]`` int64: the number of padding rows before each expert, or None if there are none."""
     sizes: Tensor
-    """``[E]`` int64: how many rows each expert has."""
+    """``[E]`` int64: the number of rows of each expert."""
 
 
 def moe_permute_and_pad_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
 ) -> PaddedRows:
-    """Copy each token to the rows of its experts, with rows of zeros after those of each expert.
+    """Copy each token to the rows of its experts, and pad the rows of each expert with zeros.
 
-    Each expert has a multiple of ``align_size`` rows then, for code that needs that;
-    ``GroupedLinear`` takes any number. The CPU waits for the GPU, for the number of rows.
+    Each expert then has a multiple of ``align_size`` rows, for code that needs that;
+    ``GroupedLinear`` takes any number. The CPU waits for the GPU to learn the number of rows.
 
     Args:
         probs: ``[T, E]``, any float.
         tokens_per_expert: ``[E]`` integers, the tokens that ``routing_map`` gives each expert.
-        align_size: of what the number of each expert's rows is a multiple.
+        align_size: the divisor of the number of rows of each expert.
 
     The other arguments, with a mask, and the errors are those of ``moe_permute``.
 
@@ -144,8 +143,8 @@ def moe_permute_and_pad_with_probs(
     check_integers("tokens_per_expert", tokens_per_expert, 1)
     arguments.check_size("align_size", align_size, minimum=1)
     counts = tokens_per_expert.to(inp.device, torch.int64)
-    right = counts.shape == routing_map.shape[1:]
-    if not right or (arguments.has_values(counts) and not counts.equal((routing_map != 0).sum(0))):
+    fits = counts.shape == routing_map.shape[1:]
+    if not fits or (arguments.has_values(counts) and not counts.equal((routing_map != 0).sum(0))):
         raise ValueError(
             "tokens_per_expert must be the number of tokens that routing_map gives each expert; "
             f"got {arguments.shown(tokens_per_expert)}. Pass (routing_map != 0).sum(0)."
@@ -156,11 +155,11 @@ def moe_permute_and_pad_with_probs(
     if not padded:
         y, permuted, row_map = moe_permute_with_probs(inp, probs, routing_map, rows)
         return PaddedRows(y, permuted, row_map, None, sizes)
-    # The rows of zeros are those of further tokens, as many as the longest of them asks for.
+    # Extra tokens of zeros fill the padding rows; there are enough for the largest padding.
     is_padding = torch.arange(align_size - 1, device=inp.device)[:, None] < pads
     routing_map = torch.cat([routing_map != 0, is_padding])
     row_map, _ = row_map_op(routing_map)
-    y, permuted = scatter_rows(inp, row_map, rows, _with_zeros(probs, len(row_map)))
+    y, permuted = scatter_rows(inp, row_map, rows, _pad_tokens(probs, len(row_map)))
     return PaddedRows(y, permuted, row_map, pads.cumsum(0) - pads, sizes)
 
 
@@ -176,21 +175,21 @@ def moe_unpermute(
     """Add up the rows of each token, in float32 and in the order of its experts.
 
     Args:
-        inp: ``[R, H]``, the rows as ``moe_permute`` ordered them; a Float8Tensor as it is.
+        inp: ``[R, H]``, the rows in the order of ``moe_permute``; plain or a Float8Tensor.
         row_id_map: the row map that ``moe_permute`` returned.
-        merging_probs: ``[T, E]``, or ``[T, K]`` where the map is of indices; any float. Each row is
+        merging_probs: ``[T, E]``, or ``[T, K]`` if the map is of indices; any float. Each row is
             multiplied by its probability.
-        restore_shape: ``(T, H)``, which the row map knows.
-        map_type: ``"mask"`` or ``"index"``, which the row map knows.
+        restore_shape: ``(T, H)``; may be omitted, since the row map implies it.
+        map_type: ``"mask"`` or ``"index"``; ignored, since the row map implies it.
         probs: an older name of ``merging_probs``.
-        pad_offsets: as ``moe_permute_and_pad_with_probs`` returned them with the row map; T is then
-            that of ``restore_shape``.
+        pad_offsets: the ``pad_offsets`` that ``moe_permute_and_pad_with_probs`` returned with the
+            row map; ``restore_shape`` then gives T.
 
     Returns:
-        ``[T, H]`` in the dtype of ``inp``; 0 for a token that no expert got.
+        ``[T, H]`` in the dtype of ``inp``; 0 for a token without experts.
 
     Raises:
-        ValueError: shapes that do not fit together, or both names of the probabilities.
+        ValueError: shapes do not fit together, or both names of the probabilities are used.
 
     >>> rows, row_map = moe_permute(torch.ones(1, 2), torch.tensor([[1, 0, 1]]), 2)
     >>> moe_unpermute(rows, row_map, torch.tensor([[0.25, 0.0, 0.5]]))
@@ -204,7 +203,7 @@ def moe_unpermute(
             f"row_id_map must be the row map of moe_permute, int32 of 2 dimensions; got "
             f"{arguments.shown(row_id_map)}. Pass what moe_permute returned last."
         )
-    entries, places = row_id_map.shape[0], row_id_map.shape[1] - 1
+    entries, slots = row_id_map.shape[0], row_id_map.shape[1] - 1
     if probs is not None and merging_probs is not None:
         raise ValueError(
             f"probs must be None with merging_probs; got {arguments.shown(probs)}. It is an older "
@@ -215,9 +214,9 @@ def moe_unpermute(
         check_integers("pad_offsets", pad_offsets, 1)
     tokens = _tokens_to_restore(restore_shape, entries, inp.shape[1], pad_offsets is not None)
     if merging_probs is not None:
-        check_probs("merging_probs", merging_probs, (tokens, places))
+        check_probs("merging_probs", merging_probs, (tokens, slots))
         if tokens != entries:
-            merging_probs = _with_zeros(merging_probs, entries)
+            merging_probs = _pad_tokens(merging_probs, entries)
     merged = gather_rows(inp, row_id_map, merging_probs)
     return merged if tokens == entries else merged[:tokens]
 
@@ -225,7 +224,7 @@ def moe_unpermute(
 def _tokens_to_restore(
     restore_shape: torch.Size | tuple[int, ...] | None, entries: int, features: int, padded: bool
 ) -> int:
-    """How many of the row map's entries are tokens; the others are padding."""
+    """Return how many entries of the row map are tokens; the other entries are padding."""
     shape = tuple(restore_shape) if isinstance(restore_shape, (tuple, list)) else ()
     if padded and len(shape) != 2:
         raise ValueError(
@@ -245,16 +244,16 @@ def _tokens_to_restore(
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
     """Cut tokens into chunks, and put the chunks in another order.
 
-    Nothing waits for the GPU, and a CUDA graph can capture it.
+    The CPU does not wait for the GPU, and a CUDA graph can capture the op.
 
     Args:
         inp: ``[T, H]``, as ``moe_permute`` takes it.
         split_sizes: integers, the sizes of the chunks. Tokens beyond their sum are dropped, and the
-            rows that are left are zero.
+            remaining rows are zero.
         sorted_index: integers, the numbers of the chunks in their new order.
 
     Returns:
-        ``[T, H]``, of the kind of ``inp``.
+        ``[T, H]``, plain or in FP8 like ``inp``.
 
     Errors are those of ``moe_permute``.
 
@@ -313,19 +312,19 @@ def _sort_chunks(
 
 
 def are_sizes(sizes: list[int], tokens: int) -> bool:
-    """Whether so many tokens can be cut into parts of these sizes."""
+    """Whether this number of tokens can be cut into chunks of these sizes."""
     return min(sizes, default=0) >= 0 and sum(sizes) <= tokens
 
 
 def check_tokens(name: str, x: Tensor) -> None:
-    """Check for tokens by features, plain or in FP8."""
+    """Raise unless ``x`` holds tokens by features, plain or in FP8."""
     advice = "Convert it first; FP8 data moves with its scales as a Float8Tensor."
     arguments.check_floating(name, x, advice)
     arguments.check_shape(name, x, (None, None), "Reshape it to tokens and features.")
 
 
 def check_integers(name: str, x: Tensor, ndim: int) -> None:
-    """Check for a tensor of integers or bools."""
+    """Raise unless ``x`` is a tensor of integers or bools."""
     arguments.check_tensor(name, x)
     if x.is_floating_point() or x.is_complex():
         got = arguments.shown(x)
@@ -334,7 +333,7 @@ def check_integers(name: str, x: Tensor, ndim: int) -> None:
 
 
 def check_probs(name: str, probs: Tensor, shape: tuple[int, ...]) -> None:
-    """Check for floating-point numbers, as many as there are places for tokens."""
+    """Raise unless ``probs`` is a floating-point tensor of this shape."""
     arguments.check_floating(name, probs, "Convert it.")
     advice = "Reshape it, as inp and routing_map or row_id_map say."
     arguments.check_shape(name, probs, shape, advice)
@@ -343,7 +342,7 @@ def check_probs(name: str, probs: Tensor, shape: tuple[int, ...]) -> None:
 def _row_map(
     routing_map: Tensor, tokens: int, num_out_tokens: int | None, map_type: str
 ) -> tuple[Tensor, int]:
-    """The row map of a routing map, and R."""
+    """Return the row map of a routing map, and R."""
     _check_routing_map(routing_map, tokens, map_type)
     row_map = row_map_op(routing_map)[0] if map_type == "mask" else _map_of_index(routing_map)
     return row_map, _rows_of(row_map, num_out_tokens)
@@ -370,49 +369,49 @@ def _check_routing_map(routing_map: Tensor, tokens: int, map_type: str) -> None:
 def routed(
     routing_map: Tensor, tokens: int, experts: int | None = None, num_out_tokens: int | None = None
 ) -> tuple[Tensor, int, Tensor]:
-    """Where tokens go, so that those of an expert are side by side.
+    """Compute the row of each token such that the rows of an expert are neighbours.
 
     Args:
-        routing_map: ``[T, E]``, a mask; or with ``experts``, E, ``[T, K]`` of integers, the experts
-            of each token. What is not in ``range(experts)`` is none.
-        num_out_tokens: of a mask, as ``moe_permute`` takes it.
+        routing_map: ``[T, E]``, a mask; or with ``experts`` (E), ``[T, K]`` of integers, the
+            experts of each token. A number outside ``range(experts)`` means no expert.
+        num_out_tokens: R if ``routing_map`` is a mask, as in ``moe_permute``.
 
     Returns:
-        The row map; R, which is ``T * K`` with ``experts``; and ``[E]`` int32: where the rows of
-        each expert end.
+        The row map; R, which is ``T * K`` with ``experts``; and ``[E]`` int32: the offset after the
+        last row of each expert.
     """
     _check_routing_map(routing_map, tokens, "index" if experts else "mask")
-    row_map, offs = row_map_op(_with_room(routing_map) if experts else routing_map, experts or 0)
+    row_map, offs = row_map_op(_widen_dtype(routing_map) if experts else routing_map, experts or 0)
     if experts:
         return row_map, routing_map.numel(), offs
     rows = _rows_of(row_map, num_out_tokens)
     return row_map, rows, offs.clamp(max=rows)
 
 
-def _with_room(index: Tensor) -> Tensor:
-    """Numbers of experts in a dtype with a number beyond them, which 8 bits may not have."""
+def _widen_dtype(index: Tensor) -> Tensor:
+    """Convert numbers of experts to a dtype with room for larger numbers, which int8 may lack."""
     return index.to(torch.promote_types(index.dtype, torch.int32))
 
 
 def _map_of_index(index: Tensor) -> Tensor:
     T, K = index.shape
-    experts = _with_room(index).reshape(-1)
-    goes = experts >= 0
-    order = torch.where(goes, experts, torch.iinfo(experts.dtype).max).argsort(stable=True)
+    experts = _widen_dtype(index).reshape(-1)
+    is_expert = experts >= 0
+    order = torch.where(is_expert, experts, torch.iinfo(experts.dtype).max).argsort(stable=True)
     rows = torch.empty_like(order).scatter_(0, order, torch.arange(T * K, device=index.device))
     row_map = index.new_empty((T, K + 1), dtype=torch.int32)
-    row_map[:, :-1] = torch.where(goes, rows, -1).view(T, K)
-    row_map[:, -1] = goes.sum()
+    row_map[:, :-1] = torch.where(is_expert, rows, -1).view(T, K)
+    row_map[:, -1] = is_expert.sum()
     return row_map
 
 
 def map_of_chunks(tokens: int, sizes: Tensor, order: Tensor) -> Tensor:
-    """The row map that puts chunks of tokens in another order; see ``moe_sort_chunks_by_index``."""
+    """Return the row map that reorders chunks of tokens; see ``moe_sort_chunks_by_index``."""
     sizes, order = sizes.long(), order.long()
     offs = sizes.cumsum(0)
-    moved = sizes[order]
-    starts = torch.zeros_like(offs).scatter_(0, order, moved.cumsum(0) - moved)
-    shift = torch.cat([starts - offs + sizes, starts.new_zeros(1)])  # and of what is in no chunk
+    new_sizes = sizes[order]
+    starts = torch.zeros_like(offs).scatter_(0, order, new_sizes.cumsum(0) - new_sizes)
+    shift = torch.cat([starts - offs + sizes, starts.new_zeros(1)])  # 0 for tokens in no chunk
     token = torch.arange(tokens, device=sizes.device)
     chunk = torch.searchsorted(offs, token, right=True)
     row_map = sizes.new_empty((tokens, 2), dtype=torch.int32)
@@ -424,53 +423,53 @@ def map_of_chunks(tokens: int, sizes: Tensor, order: Tensor) -> Tensor:
 def scatter_rows(
     x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None = None
 ) -> tuple[Any, Any]:
-    """Copy tokens, plain or in FP8, to their rows, and ``[T, S]`` probabilities; differentiable.
-    Tokens that the row map has beyond those of ``x`` are zero."""
+    """Copy tokens (plain or FP8) and ``[T, S]`` probabilities to their rows; differentiable.
+    If the row map has more tokens than ``x``, the additional tokens are zero."""
     return _Scatter.run(x, row_map, rows, probs)
 
 
 def gather_rows(y: Tensor, row_map: Tensor, probs: Tensor | None = None) -> Tensor:
-    """Add up rows, plain or in FP8, times ``[T, S]`` probabilities; differentiable."""
+    """Add up each token's rows (plain or FP8) times ``[T, S]`` probabilities; differentiable."""
     return _Gather.run(y, row_map, probs)
 
 
-def _of_rows(x: Float8Tensor) -> Float8Tensor:
-    """The tensor with no block of several rows but one of all."""
+def _cut_to_rows(x: Float8Tensor) -> Float8Tensor:
+    """Cut blocks of several rows into rows; a block of all rows stays."""
     x._refresh()
     return x if x.spec.block[0] == -1 else cut(x, (1, x.spec.block[1]))
 
 
-def _with_zeros(x: Tensor, tokens: int) -> Tensor:
-    """The tensor with zeros as further rows, so that it has one for each of the tokens."""
-    x = _of_rows(x) if isinstance(x, Float8Tensor) else x
+def _pad_tokens(x: Tensor, tokens: int) -> Tensor:
+    """Append rows of zeros to a tensor up to ``tokens`` rows."""
+    x = _cut_to_rows(x) if isinstance(x, Float8Tensor) else x
     return F.pad(x, (0, 0, 0, tokens - x.shape[0]))
 
 
-def _scattered(
+def _scatter_rows(
     x: Tensor, row_map: Tensor, rows: int, probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows, and their probabilities if there are any."""
+    """Copy tokens to rows without autograd; return the rows, and their probabilities if given."""
     if isinstance(x, Float8Tensor):
-        x = _of_rows(x)
+        x = _cut_to_rows(x)
         shared = x.spec.block[0] == -1
         scales = (None, None) if shared else (x.scale, x.amax)
         data = x.qdata.view(torch.uint8)
-        data, row_probs, *moved = scatter_rows_op(data, row_map, rows, probs, None, *scales)
-        scale, amax = (x.scale.clone(), x.amax.clone()) if shared else moved
+        data, row_probs, *new_scales = scatter_rows_op(data, row_map, rows, probs, None, *scales)
+        scale, amax = (x.scale.clone(), x.amax.clone()) if shared else new_scales
         y: Tensor = x.replace(qdata=data.view(x.qdata.dtype), scale=scale, amax=amax)
     else:
         y, row_probs, *_ = scatter_rows_op(x, row_map, rows, probs)
     return y, None if probs is None else row_probs
 
 
-def _gathered(
+def _gather_rows(
     y: Tensor, row_map: Tensor, probs: Tensor | None = None, row_probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sums of rows, and of the probabilities of rows if there are any."""
+    """Return sums of rows, and of the probabilities of rows if given, without autograd."""
     data: Tensor = y
     blocks: tuple[Tensor, int] | tuple[()] = ()
     if isinstance(y, Float8Tensor):
-        y = _of_rows(y)
+        y = _cut_to_rows(y)
         data, columns = y.qdata, y.spec.block[1]
         scale = y.scale.expand(y.shape[0], y.scale.shape[1])
         blocks = scale, max(y.shape[1], 1) if columns == -1 else columns
@@ -485,8 +484,8 @@ class _Scatter(Float8Function):
         ctx.save_for_backward(row_map)
         ctx.tokens = x.shape[0]
         if ctx.tokens != row_map.shape[0]:
-            x = _with_zeros(x, row_map.shape[0])
-        return _scattered(x, row_map, rows, probs)
+            x = _pad_tokens(x, row_map.shape[0])
+        return _scatter_rows(x, row_map, rows, probs)
 
     @staticmethod
     @once_differentiable
@@ -494,29 +493,29 @@ class _Scatter(Float8Function):
         ctx: AutogradContext, dy: Tensor, dprobs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         (row_map,) = ctx.saved_tensors
-        dx, back = _gathered(dy, row_map, None, dprobs)
+        dx, dprobs_in = _gather_rows(dy, row_map, None, dprobs)
         if ctx.tokens != dx.shape[0]:
             dx = dx[: ctx.tokens]
-        return dx, *(None, None), None if dprobs is None else back
+        return dx, *(None, None), None if dprobs is None else dprobs_in
 
 
 class _Gather(Float8Function):
     @staticmethod
     def forward(ctx: AutogradContext, y: Tensor, row_map: Tensor, probs: Tensor | None) -> Tensor:
         ctx.rows = y.shape[0]
-        # The rows are for the gradient of the probabilities alone.
+        # Only the gradient of the probabilities needs the rows.
         rows = y if ctx.needs_input_grad[2] else None
         ctx.save_for_backward(row_map, *(() if probs is None else (probs, rows)))
-        return _gathered(y, row_map, probs)[0]
+        return _gather_rows(y, row_map, probs)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, dx: Tensor) -> tuple[Tensor | None, ...]:
         row_map, *merged = ctx.saved_tensors
         if not merged:
-            return _scattered(dx, row_map, ctx.rows)[0], None, None
+            return _scatter_rows(dx, row_map, ctx.rows)[0], None, None
         dx, probs, y = (t.dequantize() if isinstance(t, Float8Tensor) else t for t in (dx, *merged))
-        asked = y is not None
-        y = y if asked else dx.new_empty((ctx.rows, dx.shape[1]))  # something to read
+        needs_dprobs = y is not None  # if not, the op reads an uninitialized tensor in place of y
+        y = y if needs_dprobs else dx.new_empty((ctx.rows, dx.shape[1]))
         dy, dprobs, *_ = scatter_rows_op(dx, row_map, ctx.rows, probs, y)
-        return dy, None, dprobs if asked else None
+        return dy, None, dprobs if needs_dprobs else None

@@ -1,22 +1,22 @@
-"""Statistics of FP8 data: the results of ``float8lab.inspect.stats`` and its like.
+"""Statistics of FP8 data: the results of ``float8lab.inspect.stats`` and related functions.
 
-These kinds of elements are counted, in the tensor and nothing else (no padding, no hidden part of a
-block that a view cuts):
+These kinds of elements are counted, only in the tensor itself (not in padding, nor in the hidden
+part of a block that a view cuts):
 
 ========== ========================================================================================
-saturated  the code is the largest finite one, of either sign. An element that is exactly the
-           largest counts, so with scales made from amaxes (rule fp32) each block has at least one.
+saturated  the code is the largest finite one, of either sign. An element that exactly equals the
+           largest value counts, so with scales computed from amaxes (rule fp32) each block has one.
 zero       the code is 0 or -0
 subnormal  the code is nonzero with an exponent field of 0
 nan, inf   the code is NaN, or an infinity (e5m2 only)
-clipped    needs an original: it lay beyond the largest by more than rounding, so that with one
-           more step of the format it would have become more. An infinity counts where a finite
-           code took its place.
+clipped    needs an original: it exceeded the largest value by more than rounding; a format with one
+           more step would have stored a larger value. An infinity counts where a finite code
+           replaced it.
 flushed    needs an original: the code is 0 or -0 and the original is not
 ========== ========================================================================================
 
-Errors are those of ``qdata.float() * scale``, before it is rounded to the tensor's dtype. Elements
-whose original or stored value is not finite are left out.
+Errors are those of ``qdata.float() * scale``, before rounding to the tensor's dtype. Elements whose
+original or stored value is not finite are left out.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ __all__ = [
 ]  # fmt: skip
 
 KINDS = ("saturated", "zero", "subnormal", "nan", "inf")
-"""The kinds of elements that are counted; an element may be of none."""
+"""The kinds of elements that are counted; an element may belong to none of them."""
 
 _on_cpu = functools.partial(torch.tensor, device="cpu")
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """How far a tensor is from its original. Floats and counts of all elements together."""
+    """The error of a tensor against its original: floats and counts over all elements."""
 
     numel: int
     clipped_count: int
     flushed_count: int
     signal: float
-    """Sum of the squares of the original."""
+    """Sum of squares of the original."""
     noise: float
-    """Sum of the squares of the error."""
+    """Sum of squares of the error."""
     max_error: float
     """Largest absolute error."""
     mean_error: float
@@ -63,12 +63,12 @@ class Comparison:
 
     @property
     def clipped(self) -> float:
-        """Share of the elements that lay beyond the largest value."""
+        """Share of the elements that exceeded the largest value."""
         return _share(self.clipped_count, self.numel)
 
     @property
     def flushed(self) -> float:
-        """Share of the elements that became zero and were not."""
+        """Share of the elements that became zero and were not zero before."""
         return _share(self.flushed_count, self.numel)
 
     @property
@@ -78,14 +78,14 @@ class Comparison:
 
     @property
     def effective_bits(self) -> float:
-        """Bits of the ideal uniform quantizer that has this SQNR for a full-scale sine.
+        """Bits of the ideal uniform quantizer with this SQNR for a full-scale sine.
 
         ``(SQNR - 1.76) / 6.02``. Source: IEEE Std 1241, "effective number of bits".
         """
         return _bits(self.sqnr)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Names and values as text, for tables."""
+        """Return names and values as text, for tables."""
         return [
             ("clipped", f"{100 * self.clipped:.3g}% ({self.clipped_count})"),
             ("flushed to zero", f"{100 * self.flushed:.3g}% ({self.flushed_count})"),
@@ -103,10 +103,10 @@ _Share = TypeVar("_Share", float, Tensor)
 
 
 class _Shares(Generic[_Share]):
-    """The shares of the kinds of elements, by name: of a whole tensor, or of each block."""
+    """The shares of the kinds of elements by name, for the whole tensor or for each block."""
 
     def share(self, kind: str) -> _Share:
-        """Elements of a kind as a share of all."""
+        """Return the elements of a kind as a share of all elements."""
         raise NotImplementedError
 
     @property
@@ -137,18 +137,18 @@ class _Shares(Generic[_Share]):
 
 @dataclass(frozen=True, repr=False)
 class TensorStats(_Shares[float]):
-    """Statistics of a whole tensor, as Python numbers; shares are between 0 and 1."""
+    """Statistics of a tensor as Python numbers; shares are between 0 and 1."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     spec: Spec
     amax: float
-    """Largest of the amaxes of the blocks, from before quantization."""
+    """Largest amax of any block, before quantization."""
     scale_min: float
     """Smallest scale; NaN if there are no blocks."""
     scale_max: float
     codes: tuple[int, ...]
-    """How many elements have each code: 256 counts, or 16 of packed 4 bits."""
+    """Number of elements with each code: 256 counts, or 16 for packed 4 bits."""
     comparison: Comparison | None = None
     """The comparison with the original, if one was given."""
 
@@ -158,7 +158,7 @@ class TensorStats(_Shares[float]):
         return sum(self.codes)
 
     def count(self, kind: str) -> int:
-        """Number of elements of a kind.
+        """Return the number of elements of a kind.
 
         ``kind`` is ``"saturated"``, ``"zero"``, ``"subnormal"``, ``"nan"`` or ``"inf"``.
         """
@@ -166,7 +166,7 @@ class TensorStats(_Shares[float]):
         return sum(self.codes[code] for code in _codes_of_kinds(self.spec.fp8_dtype)[kind])
 
     def share(self, kind: str) -> float:
-        """``count`` as a share of all elements, 0 if there are none."""
+        """Return ``count`` as a share of all elements, 0 if there are none."""
         return _share(self.count(kind), self.numel)
 
     @property
@@ -176,7 +176,7 @@ class TensorStats(_Shares[float]):
         return (used[0], used[-1]) if used else None
 
     def count_exponents(self) -> dict[int, int]:
-        """Number of elements of each exponent that the format has, in ascending order."""
+        """Return the number of elements with each exponent of the format, in ascending order."""
         counts: dict[int, int] = {}
         for code, exponent in _exponents_of_codes(self.spec.fp8_dtype).items():
             counts[exponent] = counts.get(exponent, 0) + self.codes[code]
@@ -184,12 +184,12 @@ class TensorStats(_Shares[float]):
 
     @property
     def flushed(self) -> float | None:
-        """Share of the elements that became zero and were not; None without an original."""
+        """Share of the elements that became zero and were not before; None without an original."""
         return None if self.comparison is None else self.comparison.flushed
 
     @property
     def clipped(self) -> float | None:
-        """Share that lay beyond the largest value; None without an original."""
+        """Share of the elements beyond the largest value; None without an original."""
         return None if self.comparison is None else self.comparison.clipped
 
     @property
@@ -203,7 +203,7 @@ class TensorStats(_Shares[float]):
         return None if self.comparison is None else self.comparison.effective_bits
 
     def histogram(self, by: str = "code") -> Histogram:
-        """How often each code or exponent occurs; ``by`` as in the function ``histogram``."""
+        """Count elements by code or exponent; ``by`` as in the function ``histogram``."""
         arguments.check_choice("by", by, ("code", "exponent"))
         if by == "code":
             return Histogram(by, code_values(self.spec.fp8_dtype), _on_cpu(self.codes))
@@ -211,7 +211,7 @@ class TensorStats(_Shares[float]):
         return Histogram(by, values, counts, self.count("zero"))
 
     def rows(self) -> list[tuple[str, str]]:
-        """Names and values as text, for tables."""
+        """Return names and values as text, for tables."""
         rows = [
             ("shape", str(self.shape)),
             ("dtype", str(self.dtype)),
@@ -231,11 +231,11 @@ class TensorStats(_Shares[float]):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockStats(_Shares[Tensor]):
-    """Statistics of each block: tensors of the shape of the scales, on the tensor's device."""
+    """Statistics of each block: tensors with the shape of the scales, on the tensor's device."""
 
     spec: Spec
     numel: Tensor
-    """int64: elements of each block, fewer at an edge."""
+    """int64: number of elements of each block; smaller at an edge."""
     amax: Tensor
     scale: Tensor
     counts: Mapping[str, Tensor]
@@ -250,7 +250,7 @@ class BlockStats(_Shares[Tensor]):
         return f"<BlockStats of {tuple(self.scale.shape)} blocks, {self.spec.describe()}>"
 
     def share(self, kind: str) -> Tensor:
-        """float64: ``counts[kind]`` as a share of the block's elements, 0 if it has none."""
+        """Return ``counts[kind]`` as a float64 share of the block's elements, 0 if it has none."""
         if not isinstance(kind, str) or kind not in self.counts:
             raise ValueError(
                 f"kind must be one of {', '.join(self.counts)}; got {arguments.shown(kind)}. "
@@ -265,7 +265,7 @@ class BlockStats(_Shares[Tensor]):
 
     @property
     def clipped(self) -> Tensor:
-        """Share beyond the largest value. ValueError without an original."""
+        """Share of elements beyond the largest value. ValueError without an original."""
         return self.share("clipped")
 
     @property
@@ -276,19 +276,19 @@ class BlockStats(_Shares[Tensor]):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Histogram:
-    """Counts of each code or exponent. CPU tensors."""
+    """Number of elements with each code or exponent, as CPU tensors."""
 
     by: str
     """``"code"`` or ``"exponent"``."""
     values: Tensor
-    """The value of each code (times no scale; float32), or the exponents (int64), ascending."""
+    """The values of the codes (float32, without scale), or the exponents (int64), ascending."""
     counts: Tensor
-    """int64, as many as ``values``."""
+    """int64 counts, one for each of ``values``."""
     zero: int = 0
-    """How many elements are 0 or -0, where these have no exponent."""
+    """Number of elements that are 0 or -0, if ``values`` are exponents, which zeros lack."""
 
     def __repr__(self) -> str:
-        """A small picture: zeros and a bar for each exponent, or a bar for 1/32 of all values."""
+        """Draw a small picture: zeros and a bar per exponent, or a bar per 1/32 of the values."""
         if self.by == "exponent":
             bins, low, top = [self.zero, 0, *self.counts.tolist()], "0   2^", "2^"
         else:
@@ -302,7 +302,7 @@ class Histogram:
 
 
 def health(found: TensorStats) -> str:
-    """One line about the shares of elements that lost range or are no numbers.
+    """Describe in one line the shares of elements that lost range or are not finite.
 
     >>> t = float8lab.quantize(torch.tensor([448.0, 0.01, 0.0, 1.0]))
     >>> float8lab.inspect.health(t.stats())
@@ -317,19 +317,19 @@ def health(found: TensorStats) -> str:
 
 
 def code_values(dtype: torch.dtype) -> Tensor:
-    """The value of each code, 256 of FP8 or 16 of ``E2M1``: float32, on the CPU."""
+    """Return the value of each code (256 of FP8, 16 of ``E2M1``) in float32, on the CPU."""
     if dtype == E2M1:
         return _on_cpu((*E2M1_VALUES, *(-v for v in E2M1_VALUES)))
     return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
 
 
 def span(low: float, top: float) -> str:
-    """A range as text; one number if it is one."""
+    """Format a range as text; equal bounds give one number."""
     return f"{low:.6g}" if low == top or math.isnan(low) else f"{low:.6g}..{top:.6g}"
 
 
 def decibels(signal: float, noise: float) -> float:
-    """``10 log10(signal / noise)``; inf without noise."""
+    """Return ``10 log10(signal / noise)``; inf without noise."""
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal else -math.inf
@@ -344,27 +344,27 @@ def _share(count: int, numel: int) -> float:
 
 
 def kinds_of(data: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """For each of ``KINDS`` a mask over FP8 data (uint8)."""
+    """Return a mask over FP8 data (uint8) for each of ``KINDS``."""
     body = data & (0x07 if dtype == E2M1 else 0x7F)  # without the sign
     if dtype == E2M1:  # neither NaN nor infinity; one bit of mantissa
         top, nan, inf, low = body == 7, body > 7, body > 7, 0x02
     elif dtype == E4M3:  # seven ones are NaN, there is no infinity; three bits of mantissa
         top, nan, inf, low = body == 0x7E, body == 0x7F, body > 0x7F, 0x08
-    else:  # as IEEE: the exponent of ones is infinity and NaN; two bits of mantissa
+    else:  # as in IEEE 754, the largest exponent is infinity or NaN; two bits of mantissa
         top, nan, inf, low = body == 0x7B, body > 0x7C, body == 0x7C, 0x04
     return dict(zip(KINDS, (top, body == 0, (body > 0) & (body < low), nan, inf), strict=True))
 
 
 @functools.cache
 def _codes_of_kinds(dtype: torch.dtype) -> dict[str, list[int]]:
-    """The codes of each of ``KINDS``."""
+    """Return the codes of each of ``KINDS``."""
     data = torch.arange(16 if dtype == E2M1 else 256, dtype=torch.uint8, device="cpu")
     return {kind: data[mask].tolist() for kind, mask in kinds_of(data, dtype).items()}
 
 
 @functools.cache
 def _exponents_of_codes(dtype: torch.dtype) -> dict[int, int]:
-    """``floor(log2(|code|))`` of each code that is finite and not zero, in ascending order."""
+    """Return ``floor(log2(|code|))`` of each finite nonzero code, in ascending order."""
     exponents = [
         (math.frexp(value)[1] - 1, code)
         for code, value in enumerate(code_values(dtype).tolist())

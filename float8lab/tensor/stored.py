@@ -1,4 +1,4 @@
-"""The base of tensors that are stored in FP8 or in 4 bits: their memory, and their copies."""
+"""The base class of tensors stored in FP8 or in 4 bits, with their memory and copying."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ __all__ = ["StoredTensor"]
 
 
 class StoredTensor(Tensor):
-    """Base of tensors that stand for the values of *parts*, those of ``__tensor_flatten__``."""
+    """Base of tensors whose values are stored in the inner tensors of ``__tensor_flatten__``."""
 
     _fields: ClassVar[tuple[str, ...]]
-    """The attributes that the class sets; others are the object's, such as a Parameter's mark."""
+    """The attributes that the class sets; other attributes belong to the object (a Parameter)."""
     _readable: Tensor | None = None
-    """The dequantized copy of which ``data_ptr`` gave the address."""
+    """The dequantized copy whose address ``data_ptr`` returned."""
 
     def __tensor_flatten__(self) -> tuple[list[str], object]:
         raise NotImplementedError
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Torch's record of a storage, which has no memory: 0 bytes at an address like no other."""
+        """Return torch's record of a storage without memory: 0 bytes at a unique address."""
         # safetensors compares both to find tensors that share memory. A tensor that shares its
-        # quantized data with another one is written as a copy of its own.
+        # quantized data with another tensor is written as a separate copy.
         storage = super().untyped_storage()
         record = vars(storage)
         if "size" not in record:
-            record["size"] = storage.nbytes  # torch takes storages of size 0 for freed ones
+            record["size"] = storage.nbytes  # torch treats storages of size 0 as freed
             record["nbytes"] = int
         record["data_ptr"] = id(self).__int__
         return storage
 
     def share_memory_(self) -> Self:
-        """Move the parts to shared memory."""
+        """Move the inner tensors to shared memory."""
         for name in self.__tensor_flatten__()[0]:
             getattr(self, name).share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        """Whether the parts are in shared memory."""
+        """Whether the inner tensors are in shared memory."""
         return getattr(self, self.__tensor_flatten__()[0][0]).is_shared()
 
     def _extra(self) -> dict[str, object]:
-        """Attributes set on this object besides those that its class sets."""
+        """Return the attributes of this object that its class does not set."""
         return {name: value for name, value in vars(self).items() if name not in self._fields}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:

@@ -1,8 +1,8 @@
-"""Handlers of views: the result shares the FP8 data and, wherever blocks allow, the scales.
+"""Handlers of views: the result shares the FP8 data and, where blocks allow, the scales.
 
-A view that shows only part of a block shares it with elements outside; ``window.Window`` says how
-a write to it stays right. A view that cuts through blocks gets smaller ones, with copied scales.
-No view changes a value.
+A view that shows only part of a block shares the block with elements outside; ``window.Window``
+says how writes to such a view stay correct. A view that cuts through blocks gets smaller blocks
+with copied scales. No view changes a value.
 """
 
 from __future__ import annotations
@@ -31,47 +31,47 @@ def view_of(
     x: Float8Tensor, tensors: tuple[Tensor, Tensor, Tensor], block: tuple[int, ...], step: Step, *,
     partial: bool = False, copied: bool = False,
 ) -> Float8Tensor:  # fmt: skip
-    """The view of ``x`` made of these data, scales and amaxes, in blocks of its own.
+    """Make the view of ``x`` from these data, scales and amaxes, with the given block.
 
     Args:
         step: the op that makes the view, its arguments after the first, its keyword arguments.
-        partial: whether a block of the view has elements outside it.
+        partial: whether a block of the view has elements outside the view.
         copied: whether the scales are a copy.
     """
     result = x._make(*tensors, replace(x.spec, block=block), x.dtype)
     if x._window is not None or partial or copied:
-        # The base is an alias: later changes of what x's name refers to leave the view alone.
+        # The base is an alias of ``x``: later changes of the object ``x`` do not affect the view.
         window = x._window or Window(base=x.map(lambda t: t))
         result._window = window if window.base is None else window.then(step, copied=copied)
-    torch._functionalize_unsafe_set(result, x)  # autograd and compilers see one storage
+    torch._functionalize_unsafe_set(result, x)  # so autograd and compilers see a shared storage
     return result
 
 
 def cut(x: Float8Tensor, block: tuple[int, ...]) -> Float8Tensor:
-    """The same data in smaller blocks, whose scales are copies."""
+    """Return the same data in smaller blocks; the scales are copies."""
     scale, amax = x.scale, x.amax
     for dim, sizes in enumerate(zip(x.shape, x.spec.block, block, strict=True)):
         scale, amax = (refine_scale(t, *sizes, dim) for t in (scale, amax))
     return x._make(x.qdata, scale, amax, replace(x.spec, block=block), x.dtype)
 
 
-def _each(x: Float8Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _apply(x: Float8Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return function(x.qdata), function(x.scale), function(x.amax)
 
 
 @implements(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _alias(op: OpOverload, x: Float8Tensor) -> Float8Tensor:
-    return view_of(x, _each(x, op), x.spec.block, Step(op, (), {}))
+    return view_of(x, _apply(x, op), x.spec.block, Step(op, (), {}))
 
 
 @implements(aten.t.default, aten.transpose.int, aten.permute.default)
 def _reorder(op: OpOverload, x: Float8Tensor, *dims: int | Sequence[int]) -> Float8Tensor:
     block = tuple(x.spec.block[d] for d in order_of(x.ndim, *dims))
-    return view_of(x, _each(x, lambda t: op(t, *dims)), block, Step(op, dims, {}))
+    return view_of(x, _apply(x, lambda t: op(t, *dims)), block, Step(op, dims, {}))
 
 
 def order_of(ndim: int, *dims: int | Sequence[int]) -> list[int]:
-    """Which dimension takes each place, by the arguments of ``t``, ``transpose`` or ``permute``."""
+    """Return the order that the arguments ``dims`` of t, transpose or permute describe."""
     order = list(range(ndim))
     exchanged = [d for d in dims if isinstance(d, int)]
     for permutation in (d for d in dims if not isinstance(d, int)):
@@ -100,17 +100,17 @@ def _view(op: OpOverload, x: Float8Tensor, size: Sequence[int]) -> Float8Tensor:
     block, needed = block_of_view(tuple(x.shape), shape, x.spec.block)
     source = x if needed == x.spec.block else cut(x, needed)
     scales = replace(x.spec, block=block).scale_shape(shape)
-    scale, scale_copied = _viewed(source.scale, scales)
-    amax, amax_copied = _viewed(source.amax, scales)
+    scale, scale_copied = _reshape(source.scale, scales)
+    amax, amax_copied = _reshape(source.amax, scales)
     copied = source is not x or scale_copied or amax_copied
     return view_of(x, (q, scale, amax), block, step, partial=source is not x, copied=copied)
 
 
-def _viewed(t: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, bool]:
-    """A reshaped tensor, and whether its strides made that a copy."""
+def _reshape(t: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, bool]:
+    """Reshape a tensor, and return whether its strides required a copy."""
     try:
         return t.view(shape), False
-    except (RuntimeError, ValueError):  # torch's tensors raise the one, its fake tensors the other
+    except (RuntimeError, ValueError):  # RuntimeError from tensors, ValueError from fake tensors
         return t.reshape(shape), True
 
 
@@ -118,17 +118,17 @@ def _viewed(t: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, bool]:
 def _unsqueeze(op: OpOverload, x: Float8Tensor, dim: int) -> Float8Tensor:
     block = list(x.spec.block)
     block.insert(dim % (x.ndim + 1), -1 if x.spec.per_tensor else 1)
-    return view_of(x, _each(x, lambda t: op(t, dim)), tuple(block), Step(op, (dim,), {}))
+    return view_of(x, _apply(x, lambda t: op(t, dim)), tuple(block), Step(op, (dim,), {}))
 
 
 @implements(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def _squeeze(op: OpOverload, x: Float8Tensor, *dims: int | Sequence[int]) -> Float8Tensor:
-    op(x.qdata, *dims)  # raises where there is no such dimension
-    given = [range(x.ndim)] if not dims else [(d,) if isinstance(d, int) else d for d in dims]
-    removed = sorted({d % x.ndim for ds in given for d in ds if x.ndim and x.shape[d] == 1})
+    op(x.qdata, *dims)  # raises if there is no such dimension
+    groups = [range(x.ndim)] if not dims else [(d,) if isinstance(d, int) else d for d in dims]
+    removed = sorted({d % x.ndim for ds in groups for d in ds if x.ndim and x.shape[d] == 1})
     block = tuple(b for d, b in enumerate(x.spec.block) if d not in removed)
-    # By name: the scales have size 1 in other dimensions too.
-    return view_of(x, _each(x, lambda t: aten.squeeze.dims(t, removed)), block, Step(op, dims, {}))
+    # The scales have size 1 in other dimensions too, so the dimensions to remove are named.
+    return view_of(x, _apply(x, lambda t: aten.squeeze.dims(t, removed)), block, Step(op, dims, {}))
 
 
 @implements(aten.expand.default)
@@ -166,7 +166,7 @@ def _slice(
 def _slice_of_blocks(
     x: Float8Tensor, q: Tensor, record: Step, dim: int, first: int, step: int
 ) -> Float8Tensor:
-    """The slice of a dimension in blocks of several elements, of which not all have a block."""
+    """Slice a dimension whose blocks hold several elements, but not all of the dimension."""
     count, last = q.shape[dim], first + (q.shape[dim] - 1) * step
     source, block = x, x.spec.block[dim]
     if first // block != last // block and (step > 1 or first % block):
@@ -190,9 +190,9 @@ def _select(op: OpOverload, x: Float8Tensor, dim: int, index: int) -> Float8Tens
     q = op(x.qdata, dim, index)
     dim %= x.ndim
     n, b = x.shape[dim], x.spec.block[dim]
-    at = (index + n if index < 0 else index) // (n if b == -1 else b)
+    block_index = (index + n if index < 0 else index) // (n if b == -1 else b)
     block = x.spec.block[:dim] + x.spec.block[dim + 1 :]
-    tensors = (q, op(x.scale, dim, at), op(x.amax, dim, at))
+    tensors = (q, op(x.scale, dim, block_index), op(x.amax, dim, block_index))
     return view_of(x, tensors, block, Step(op, (dim, index), {}), partial=b != 1 and n != 1)
 
 
@@ -214,7 +214,7 @@ def _as_strided(
     op: OpOverload, x: Float8Tensor, size: Sequence[int], stride: Sequence[int],
     storage_offset: int | None = None,
 ) -> Float8Tensor:  # fmt: skip
-    """Find the slices and the permutation that strides mean, since strides tell no scales."""
+    """Find the slices and permutation that the strides describe, to find the scales of the view."""
     size, stride = tuple(size), tuple(stride)
     offset = 0 if storage_offset is None else storage_offset - int(x.storage_offset())
     if offset == 0 and (size, stride) == (tuple(x.shape), x.stride()):
@@ -240,7 +240,7 @@ def _as_strided(
 
 
 class _Box(NamedTuple):
-    """A slice of each dimension of a tensor, and the dimensions that are longer than 1 in order."""
+    """A slice of each dimension of a tensor, and the order of the dimensions longer than 1."""
 
     starts: list[int]
     lengths: list[int]
@@ -248,7 +248,7 @@ class _Box(NamedTuple):
 
 
 def _box(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> _Box | None:
-    """The box of ``x`` that has this geometry; None if there is none."""
+    """Return the box of ``x`` that has this geometry; None if there is none."""
     dims = [d for d in range(x.ndim) if x.shape[d] > 1]
     starts, lengths = [0] * x.ndim, [1] * x.ndim
     for d in sorted(dims, key=x.stride, reverse=True):
@@ -270,9 +270,9 @@ def _box(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int)
 
 @implements(ANY_VIEW)
 def _any_view(op: OpOverload, x: Float8Tensor, *args: object, **kwargs: object) -> Float8Tensor:
-    """A view without a handler of its own: each element gets a scale, so it fits any."""
-    asks = any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values()))
-    if asks or op is aten.view_as_complex.default:
+    """Make a view without a handler of its own: with one scale per element, any view works."""
+    changes_dtype = any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values()))
+    if changes_dtype or op is aten.view_as_complex.default:
         raise NotImplementedError(
             f"{op} must not look at FP8 data as another dtype: it would ignore the scales. Call "
             ".dequantize() first, or take .qdata and .scale."

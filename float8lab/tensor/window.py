@@ -1,10 +1,10 @@
-"""Views that share a block with elements outside them, and how a write goes through one.
+"""Views that share a block with elements outside them, and how to write through such views.
 
-A view of a Float8Tensor shares its data and scales, so a write to it reaches the *base*. But a new
-scale must not change elements of the base that the view does not show. A view whose blocks are its
-own is requantized in place. Any other view carries a ``Window``: the base and the steps that lead
-from it to the view. A write dequantizes the base, repeats the steps on the result, writes, and
-requantizes the blocks of the base that the view touches; no other block changes a bit.
+A view of a Float8Tensor shares its data and scales, so a write to the view reaches the *base*. But
+a new scale must not change elements of the base that are outside the view. A view that shares no
+block is requantized in place. Any other view carries a ``Window``: the base and the steps that make
+the view from it. A write dequantizes the base, repeats the steps on the result, writes, and
+requantizes the blocks of the base that the view touches; all other blocks keep their bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Step", "StoredInBlocks", "Window", "merge_into"]
 
 @runtime_checkable
 class StoredInBlocks(Protocol):
-    """A Float8Tensor, as a window uses it."""
+    """The attributes of a Float8Tensor that a window uses."""
 
     qdata: Tensor
     scale: Tensor
@@ -47,21 +47,21 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    """The part of its base that a view shows."""
+    """The part of a base tensor that a view shows."""
 
     base: StoredInBlocks | None
-    """The Float8Tensor that owns the blocks; None if it is not known any more."""
+    """The Float8Tensor that owns the blocks; None if it is no longer known."""
     steps: tuple[Step, ...] = ()
     """View ops and their further arguments, in order from the base."""
     copied: bool = False
-    """Whether the view cuts blocks, so that its scales are a copy, renewed before each use."""
+    """Whether the view cuts blocks, so that its scales are a copy, updated before each use."""
 
     def then(self, step: Step, *, copied: bool) -> Window:
-        """The window of a view of this view."""
+        """Return the window of a view of this view."""
         return replace(self, steps=(*self.steps, step), copied=self.copied or copied)
 
     def look(self, x: Tensor) -> Tensor:
-        """The part of ``x``, a tensor of the base's shape, that the view shows."""
+        """Return the part of ``x``, a tensor of the base's shape, that the view shows."""
         for op, args, kwargs in self.steps:
             x = op(x, *args, **kwargs)
         return x
@@ -70,10 +70,10 @@ class Window:
         """Write a plain tensor of the view's shape.
 
         Args:
-            value: the values that the view is to have.
-            scale: scale of each element's block in ``value``, kept where nothing but zeros would
-                share it; else a new one is made.
-            amax: amax of each element's block, used where ``scale`` is.
+            value: the new values of the view.
+            scale: the scale of each element's block in ``value``. It is kept if all other elements
+                of the base's block are zero; otherwise a new scale is computed.
+            amax: the amax of each element's block, used where ``scale`` is.
 
         Raises:
             RuntimeError: the base is unknown.
@@ -84,7 +84,7 @@ class Window:
                 "elements outside it and has lost its base (it was passed into or out of a "
                 "compiled function). Write to the base, or clone() the view first."
             )
-        # Laid out as the data, so that the steps are views of these too.
+        # The new tensor has the layout of the data, so the steps are views of it, too.
         new = torch.empty_like(base.qdata, dtype=base.dtype)
         new.copy_(dequantize_blocks(base.qdata, base.scale, base.spec, base.dtype))
         self.look(new).copy_(value)
@@ -97,7 +97,7 @@ class Window:
         merge_into(base, new, mask, scale=scale, amax=amax)
 
     def _expand_to_base(self, elements: Tensor, spec: Float8Spec, mask: Tensor) -> Tensor:
-        """One value for each block of the base from one for each element of the view."""
+        """Reduce one value for each element of the view to one for each block of the base."""
         full = torch.zeros_like(mask, dtype=torch.float32)
         self.look(full).copy_(elements)
         return block_amax(full, spec.block)
@@ -107,13 +107,13 @@ def merge_into(
     x: StoredInBlocks, new: Tensor, mask: Tensor, *, scale: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Requantize the blocks of ``x`` in which ``mask`` is true anywhere; leave the others.
+    """Requantize the blocks of ``x`` in which ``mask`` is True anywhere; leave the other blocks.
 
     Args:
-        new: all of its new values, plain.
-        mask: bool, same shape: elements that were written.
-        scale: for each block a scale to use, or 0 to make one.
-        amax: for each block, the amax that goes with ``scale``.
+        new: all new values of ``x``, plain.
+        mask: bool, same shape: True for elements that were written.
+        scale: the scale to use for each block, or 0 to compute one.
+        amax: the amax of each block that belongs to ``scale``.
     """
     spec = x.spec
     touched = block_amax(mask, spec.block) > 0

@@ -348,8 +348,8 @@ def test_casts_share_a_launch_that_copies_factors(monkeypatch, in_cuda_graph, co
 
     eager = Layers(*[nn.Linear(32, 32) for _ in range(3)])
     float8lab.convert_to_float8(eager, RECIPES["delayed"])
-    model, copied, launches = copy.deepcopy(eager), delayed._copied, []
-    monkeypatch.setattr(delayed, "_copied", lambda pair: launches.append(pair) or copied(pair))
+    model, copied, launches = copy.deepcopy(eager), delayed._aligned_copy, []
+    monkeypatch.setattr(delayed, "_aligned_copy", lambda x: launches.append(x) or copied(x))
     compiled = torch.compile(model, fullgraph=True)
     with fresh_cache(), torch._inductor.config.patch({"triton.cudagraphs": in_cuda_graph}):
         for step in range(3):

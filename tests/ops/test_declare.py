@@ -84,7 +84,7 @@ def test_dynamo_does_not_trace_a_launcher(library, monkeypatch):
     module = types.ModuleType("float8lab.ops.kernels.of_test")
     module.shift = _copied(_shift)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    launch = declare.untraced(lambda *args: declare._for_gpus("of_test:shift", _shift)(*args))
+    launch = declare.untraced(lambda *args: declare._gpu_launcher("of_test:shift", _shift)(*args))
     library.impl("shift", launch, "CPU")
     for _ in range(2):
         assert _call_in_compiled().eq(2).all()
@@ -121,7 +121,7 @@ def dispatched(monkeypatch) -> list[Any]:
 
 
 def _twice() -> Callable[[Tensor], Tensor]:
-    return declare._direct(
+    return declare._call_directly(
         torch.ops.float8lab_test.twice.default, lambda: lambda x: x * 2, lambda x: x * 2
     )
 
@@ -261,7 +261,7 @@ def test_torch_autocast_does_not_reach_an_implementation(device):
         if fails:
             raise ValueError("asked for")
 
-    exact = declare._exact(implementation, device)
+    exact = declare._without_autocast(implementation, device)
     exact(False)
     torch.set_autocast_enabled(device, True)
     try:

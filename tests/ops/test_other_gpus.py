@@ -109,7 +109,7 @@ def test_the_route_of_a_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(declare, "load_launcher", load)
     imitate(monkeypatch, (8, 0))
-    run = declare._for_gpus(path, function)
+    run = declare._gpu_launcher(path, function)
     result = run(*args)
     assert launched == [path] * by_kernel
     if not by_kernel:
@@ -117,7 +117,7 @@ def test_the_route_of_a_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(declare, "_capability_of", lambda device: (9, 0))
     run(*args)
     assert launched == [path] * (1 + by_kernel)
-    declare._for_gpus(path, function)(*args)
+    declare._gpu_launcher(path, function)(*args)
     assert launched == [path] * (2 + by_kernel)
 
 

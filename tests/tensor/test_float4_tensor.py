@@ -141,7 +141,7 @@ def test_views_that_leave_bytes_whole_stay_packed(view):
 def test_pieces_are_decoded_one_after_the_other(monkeypatch):
     x = packed(4, 6, 64)
     values = x.dequantize(), x.mT[1].dequantize()
-    monkeypatch.setattr(float4_tensor, "_AT_ONCE", 3 * 64)
+    monkeypatch.setattr(float4_tensor, "_CHUNK_SIZE", 3 * 64)
     assert torch.equal(x.dequantize(), values[0])
     assert torch.equal(x.mT[1].dequantize(), values[1])
 

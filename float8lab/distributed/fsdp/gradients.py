@@ -1,14 +1,14 @@
-"""Reduce-scatter of gradients in FP8 under FSDP2.  R ranks, K gradients for each of them.
+"""Reduce-scatter of gradients in FP8 under FSDP2.  R ranks, K gradients for each rank.
 
-Note: the nouns of this file.
+Note: the terms used in this file.
 
-- *parameter group*: the parameters that ``fully_shard`` was given together. FSDP2 reduces their
+- *parameter group*: the parameters that were given to one ``fully_shard`` call. FSDP2 reduces their
   gradients as one flat tensor, ``[R * K]``.
-- *chunk*: the K gradients of it whose sum one rank gets. A rank keeps its own as it is, and sends
-  the others in e4m3, in blocks of 128 gradients with a float32 scale each: 1.03 bytes a gradient
-  in place of 4. That leaves the norm of a GPT's gradient within 0.07 %, e5m2 within 0.26 %.
-- *residual*: what the casts of a call took away from the gradients. With error feedback it is added
-  to those of the next call.
+- *chunk*: K of these gradients, whose sum one rank gets. A rank keeps its own chunk as it is, and
+  sends the others in e4m3, in blocks of 128 gradients with a float32 scale each: 1.03 bytes per
+  gradient instead of 4. The norm of a GPT's gradient then stays within 0.07 % (e5m2: 0.26 %).
+- *residual*: the rounding error of the casts of a call. With error feedback it is added to the
+  gradients of the next call.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Residual:
         self._reset()
 
     def _sizes(self) -> list[int]:
-        """How many gradients of each parameter a chunk has; none of those that are not trained."""
+        """Return the number of gradients of each parameter in a chunk; 0 if it is not trained."""
         params = self.param_group.fsdp_params
         return [p.padded_sharded_param_size.numel() * p.sharded_param.requires_grad for p in params]
 
@@ -58,8 +58,8 @@ class _Residual:
         self.value = torch.zeros(self.ranks, sum(self.sizes), dtype=torch.bfloat16, device=device)
 
     def of(self, chunks: Tensor) -> Tensor | None:
-        """The residual of these gradients; None if FSDP2 left out some parameter's."""
-        if self.sizes != self._sizes():  # other parameters are trained now
+        """Return the residual of these gradients; None if FSDP2 omitted those of a parameter."""
+        if self.sizes != self._sizes():  # the set of trained parameters has changed
             self._reset()
         return self.value if chunks.shape == self.value.shape else None
 
@@ -95,7 +95,7 @@ class _GroupReduceScatter(ReduceScatter):
         data, scale = (x.view(size, -1) for x in quantize(_blocks(sent), _SPEC, align=1).rowwise)
         if residual is not None:
             error = sent.sub_(_decoded(data, scale)[:, :K])
-            # Where a gradient is not finite, the step is void and so is what its casts took away.
+            # If a gradient is not finite, the step is void, and so is the error of its casts.
             residual.copy_(error.masked_fill_(~error.sum().isfinite(), 0.0))
         data, scale = (exchanged(x, [1] * size, [1] * size, group) for x in (data, scale))
         terms = (
@@ -105,20 +105,20 @@ class _GroupReduceScatter(ReduceScatter):
 
 
 def _blocks(chunks: Tensor) -> Tensor:
-    """``[R, K]`` as blocks, ``[R * ceil(K / 128), 128]``: zeros fill up the last of each chunk."""
+    """Cut ``[R, K]`` into blocks ``[R * ceil(K / 128), 128]``; zeros pad the last of each chunk."""
     padding = -chunks.shape[1] % _BLOCK
     padded = F.pad(chunks, (0, padding)) if padding else chunks
     return padded.reshape(padded.numel() // _BLOCK, _BLOCK)
 
 
 def _decoded(data: Tensor, scale: Tensor) -> Tensor:
-    """The float32 values of chunks, or of a single one."""
+    """Return the float32 values of several chunks or of one."""
     blocks, scales = data.reshape(-1, _BLOCK), scale.reshape(-1, 1)
     return dequantize_blocks(blocks, scales, _SPEC, torch.float32).view(data.shape)
 
 
 def _factor(op: dist.ReduceOp | dist.ReduceOp.RedOpType, size: int) -> float:
-    """The factor by which ``op`` multiplies the sum over ``size`` ranks."""
+    """Return the factor by which ``op`` multiplies the sum over ``size`` ranks."""
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:
@@ -129,27 +129,27 @@ def _factor(op: dist.ReduceOp | dist.ReduceOp.RedOpType, size: int) -> float:
 
 
 class Float8ReduceScatter:
-    """The FP8 reduce-scatters of a model, which ``fp8_reduce_scatter`` made.
+    """The FP8 reduce-scatters of a model, as ``fp8_reduce_scatter`` returns them.
 
     It is ``Stateful``: ``torch.distributed.checkpoint`` saves and loads it. With error feedback a
-    run then resumes bit for bit, on as many ranks; without it the state is empty.
+    run then resumes bit for bit on the same number of ranks; without it the state is empty.
     """
 
     def __init__(self, comms: dict[str, tuple[FSDPModule, _GroupReduceScatter]]) -> None:
         self._comms = comms
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's residuals, ``[R, K]`` bfloat16, each under its module and its rank."""
+        """Return this rank's residuals, ``[R, K]`` bfloat16, by module and rank."""
         rank = rank_and_size()[0]
         residuals = {name: comm.residual for name, (_, comm) in self._comms.items()}
         return {f"{name}:rank{rank}": x.value for name, x in residuals.items() if x is not None}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what ``state_dict`` returned on this rank, of as many.
+        """Load a state that ``state_dict`` returned on this rank, with the same number of ranks.
 
         Raises:
-            TypeError: ``state`` is no state dict.
-            ValueError: it is of another model, rank or number of ranks; nothing is loaded.
+            TypeError: ``state`` is not a state dict.
+            ValueError: it belongs to another model, rank or number of ranks; nothing is loaded.
         """
         check_state("state", state)
         residuals = self.state_dict()
@@ -163,25 +163,25 @@ class Float8ReduceScatter:
             residual.copy_(state[name])
 
     def remove(self) -> None:
-        """Have FSDP2 reduce gradients as it did before."""
+        """Restore FSDP2's former reduction of gradients."""
         for module, comm in self._comms.values():
             module.set_custom_reduce_scatter(comm.replaced)
 
 
 def fp8_reduce_scatter(model: nn.Module, *, error_feedback: bool = False) -> Float8ReduceScatter:
-    """Have FSDP2 send gradients in FP8, a quarter of float32's bytes, and sum them in float32.
+    """Make FSDP2 send gradients in FP8, a quarter of float32's bytes, and sum them in float32.
 
-    The rest of FSDP2 is as before: hybrid sharding's all-reduce, gradients that are accumulated
-    before they are sent, ``reduce_dtype`` for results. A gradient that is not finite arrives so.
+    FSDP2 otherwise works as before: hybrid sharding's all-reduce, gradients accumulated before they
+    are sent, ``reduce_dtype`` for results. A gradient that is inf or NaN arrives unchanged.
 
     Args:
-        model: sharded by FSDP2, all of it or modules in it; gradients are reduced in float32,
+        model: sharded by FSDP2 as a whole or in modules; gradients are reduced in float32,
             bfloat16 or float16.
-        error_feedback: add what a cast took away to the next gradients of the same parameters. It
-            takes two bytes for each parameter of the unsharded model, on each rank.
+        error_feedback: add the rounding error of the casts to the next gradients of the same
+            parameters. This takes two bytes per parameter of the unsharded model on each rank.
 
     Returns:
-        What undoes the call, and holds what error feedback adds, to be saved with the model.
+        An object that can undo the call and holds the residuals, to be saved with the model.
 
     Raises:
         ValueError: ``model`` has no module that FSDP2 shards.

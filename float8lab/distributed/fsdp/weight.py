@@ -1,15 +1,15 @@
-"""A weight that FSDP2 has sharded: where this rank's rows lie in it, and its scales.
+"""A weight that FSDP2 has sharded: the position of this rank's rows in it, and its scales.
 
-*When amaxes are reduced.* The weights that were first gathered in one stretch form a *batch*. A
-weight's first gather reduces its amaxes alone; from then on one all-reduce serves the batch. It is
-due at a gather in forward when that weight, or one after it in the batch, was already gathered in a
-forward since the last reduction, when one of the batch was gathered in a backward since then, or
-when the weight's version changed. A gather in backward uses the scales of the forward. So a
-training step has one reduction, with no call for the user to make, however the weights were
-changed: torch's version counters alone would not do, fused optimizers do not raise them. And ranks
-stay in lock step, because the rule looks only at what FSDP2 itself needs to be the same on all
-ranks, the sequence of all-gathers, and at operations on the whole sharded weight. A weight that is
-not gathered in a step, or that does not exist any more on some rank, keeps its place in the batch.
+*When amaxes are reduced.* Weights that are first gathered one after the other form a *batch*. The
+first gather of a weight reduces only its amaxes; from then on one all-reduce serves the batch. A
+gather in forward needs a reduction in three cases: that weight, or one after it in the batch, has
+been gathered in a forward since the last reduction; one of the batch has been gathered in a
+backward since then; the weight's version has changed. A gather in backward uses the scales of the
+forward. So a training step has one reduction without any call by the user, however the weights were
+changed: version counters would not suffice, as fused optimizers do not increase them. Ranks stay in
+step, since the rule depends only on what FSDP2 needs to be equal on all ranks, the sequence of
+all-gathers, and on operations on the unsharded weight. A weight that is not gathered in a step, or
+no longer exists on some rank, keeps its position in the batch.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ __all__ = [
 ]  # fmt: skip
 
 _ALIGNED = 4
-"""Floats. A GEMM on a GPU copies scales that do not begin at a multiple of 16 bytes."""
+"""Number of floats. A GEMM on a GPU copies scales that are not aligned to 16 bytes."""
 
 
 def shard_mesh(parameter: DTensor, tp_dims: int = 0) -> DeviceMesh:
-    """The ranks that FSDP2 shards a parameter for, with or without hybrid sharding.
+    """Return the ranks for which FSDP2 shards a parameter, with or without hybrid sharding.
 
-    ``tp_dims``: how many dimensions of the mesh are those of tensor parallelism; they come last.
+    ``tp_dims``: the number of mesh dimensions of tensor parallelism; they come last.
     """
     mesh = parameter.device_mesh
     return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1 - tp_dims]]
@@ -64,30 +64,30 @@ def shard_mesh(parameter: DTensor, tp_dims: int = 0) -> DeviceMesh:
 class RowShard(NamedTuple):
     """The rows of a weight ``[N, K]`` that are a rank's shard, and their blocks.
 
-    Of the weights of several experts, ``[E, N, K]`` in blocks of one expert each, they are experts.
-    Under tensor parallelism the weight is itself a shard, of rows or columns, of a larger one.
+    For ``[E, N, K]``, weights of experts with blocks of one expert each, the rows are experts.
+    Under tensor parallelism the weight is itself a shard, of rows or columns, of a larger weight.
     """
 
     spec: Float8Spec  # the format, blocks and scale rule of the unsharded weight
     shape: tuple[int, ...]  # the shape of the unsharded weight
     blocks: tuple[int, ...]  # the shape of the weight's scales
     numbers: int  # floats from these scales to the next weight's, so that all are aligned
-    rows: ShardMap  # of the weight
-    padding: int  # rows that the shard sends besides, where the shards of other ranks have more
+    rows: ShardMap  # the shard of the weight's rows
+    padding: int  # rows that are sent in addition, if the shards of other ranks have more
     segments: tuple[tuple[slice, slice], ...]
     """Segments of the shard's rows within the weight's blocks, each with its block rows.
 
-    A shard that starts inside a block has two: the rest of that block, and what follows.
+    A shard that starts inside a block has two: the remainder of that block, and the other rows.
     """
     mesh: DeviceMesh  # the ranks that have shards
     group: ProcessGroup | None = None
-    """The ranks that hold shards of the same blocks by tensor parallelism."""
+    """The tensor-parallel ranks that hold shards of the same blocks."""
 
     @staticmethod
     def of(
         spec: Float8Spec, shape: Sequence[int], mesh: DeviceMesh, group: ProcessGroup | None = None
     ) -> RowShard:
-        """The row shard of a weight that is cut for the ranks of ``mesh``."""
+        """Return the row shard of a weight that is cut for the ranks of ``mesh``."""
         N = shape[0]
         rows = ShardMap.of(N, mesh.size(), mesh.get_local_rank())
         start, length = rows.start, rows.length
@@ -104,7 +104,7 @@ class RowShard(NamedTuple):
         return RowShard(spec, tuple(shape), blocks, numbers, rows, padding, segments, mesh, group)
 
     def block_rows(self, size: int, device: torch.device) -> slice | Tensor:
-        """The weight's block rows in which the shard's blocks, of ``size`` rows each, begin."""
+        """Return the weight's block rows in which the shard's blocks of ``size`` rows begin."""
         if size == -1:
             return slice(0, 1)
         start, count = self.rows.start, -(-self.rows.length // size)
@@ -114,7 +114,7 @@ class RowShard(NamedTuple):
 
 
 def row_shard_of(parameter: Tensor) -> RowShard:
-    """The row shard of a sharded parameter that is stored in FP8."""
+    """Return the row shard of a sharded parameter that is stored in FP8."""
     local = cast(Float8Tensor, local_of(parameter))
     weight: ShardedWeight | None = getattr(local, "weight", None)
     if weight is not None:
@@ -127,30 +127,30 @@ _Shards = Sequence[Tensor | None]
 
 
 class WeightCast(NamedTuple):
-    """How a weight in high precision is cast for the all-gather."""
+    """The cast of a high-precision weight for the all-gather."""
 
     spec: Float8Spec
     amax_epsilon: float = 0.0
-    """Amaxes are raised to at least this."""
+    """Smaller amaxes are raised to this value."""
     headroom: float = 1.0
     """The scales are multiplied by this (``2 ** margin`` of a delayed recipe)."""
 
 
 class ShardedWeight:
-    """A sharded weight, as one rank knows it, whichever tensor holds the shard.
+    """A sharded weight from the view of one rank, whichever tensor holds the shard.
 
     Args:
-        row_shard: where the shard lies in the weight.
-        cast: how the weight is cast for the all-gather; None: it is stored in FP8. Blocks of such
-            a weight have scales already; those of a block that several ranks hold parts of, such as
-            the one block of a weight scaled as a whole, can differ after the ranks wrote to their
-            parts. So the block gets the largest, and bytes with another scale are requantized.
+        row_shard: the position of the shard in the weight.
+        cast: the cast of the weight for the all-gather; None if it is stored in FP8. Then its
+            blocks have scales already. Ranks that hold parts of the same block, such as the only
+            block of a per-tensor weight, may have different scales for it after they have written
+            to their parts. The block gets the largest scale, and bytes with others are requantized.
     """
 
     shard: weakref.ref[Tensor]  # the local tensor of the sharded parameter
-    scale: Tensor  # decode scales of the unsharded weight, since the last reduction
-    factor: Tensor  # the factors that a cast takes for these scales
-    amax: Tensor  # the amaxes from which they were made
+    scale: Tensor  # decode scales of the unsharded weight, from the last reduction
+    factor: Tensor  # the factors by which a cast with these scales multiplies or divides
+    amax: Tensor  # the amaxes from which the scales were computed
 
     def __init__(self, row_shard: RowShard, cast: WeightCast | None = None) -> None:
         self.row_shard = row_shard
@@ -159,12 +159,12 @@ class ShardedWeight:
         self.rule: _Rule | None = None
         if cast is not None:
             self.rule = spec.fp8_dtype, spec.scale_rule, cast.amax_epsilon, cast.headroom
-        self.version: int | None = None  # the shard's, at the last reduction
+        self.version: int | None = None  # the shard's version at the last reduction
         self.batch: _Batch | None = None
-        self.index = 0  # in the batch
+        self.index = 0  # the position in the batch
 
     def prepare(self, shard: Tensor, mesh: DeviceMesh) -> None:
-        """Have the scales of an all-gather that begins, by a reduction over ranks if one is due."""
+        """Set the scales for an all-gather that begins; reduce amaxes over ranks if necessary."""
         batch, backward = self.batch, in_backward()
         members: list[ShardedWeight] = []
         shards: list[Tensor | None] = []
@@ -176,7 +176,7 @@ class ShardedWeight:
             members, shards = [self], [shard]
         elif not backward and (self.index <= batch.latest or self.version != _version(shard)):
             if batch.channel.filling is batch:
-                batch.channel.filling = None  # complete: what comes later is another's
+                batch.channel.filling = None  # this batch is complete: later weights join another
             batch.latest = -1
             members, shards = batch.members, [member.shard() for member in batch.members]
         if members:
@@ -190,13 +190,13 @@ class _Batch:
     """Weights whose amaxes are reduced together, in the order of their first gather."""
 
     def __init__(self, channel: AmaxChannel) -> None:
-        self.channel = channel  # where it is until it is complete
+        self.channel = channel  # ``channel.filling`` is this batch until it is complete
         self.members: list[ShardedWeight] = []
-        self.latest = -1  # index of the last one gathered since; in backward: beyond all indices
+        self.latest = -1  # largest index gathered since the reduction; in backward: above all
 
 
 def _version(shard: Any) -> int | None:
-    """A value that changes with every change of the weight by an op on all of it."""
+    """Return a number that changes with every op on the unsharded weight that changes it."""
     counted: Tensor = shard.qdata if isinstance(shard, Float8Tensor) else shard.owner
     return None if counted.is_inference() else counted._version
 
@@ -204,41 +204,41 @@ def _version(shard: Any) -> int | None:
 def _set_scales(
     weights: Sequence[ShardedWeight], shards: _Shards, device: torch.device, mesh: DeviceMesh
 ) -> None:
-    """Give weights the scales of their amaxes over all ranks: one all-reduce.
+    """Set the scales of weights from their amaxes over all ranks, with one all-reduce.
 
     Args:
         weights: in the same order on all ranks.
-        shards: the rows of each that this rank has; None if they do not exist any more.
+        shards: this rank's rows of each weight; None for a weight that no longer exists.
     """
-    made: dict[_Rule | None, list[tuple[Tensor, ...]]] = {}
+    scales: dict[_Rule | None, list[tuple[Tensor, ...]]] = {}
     with torch.inference_mode(False), torch.no_grad():
         flat, amaxes = reduced_amaxes([w.row_shard for w in weights], shards, device, mesh)
         sizes = [weight.row_shard.numbers for weight in weights]
         for i, (weight, amax) in enumerate(zip(weights, amaxes, strict=True)):
             weight.amax = amax
-            # A scale of the whole tensor is made of the amaxes of this weight alone.
+            # A tensor scale is computed only from the amaxes of this weight.
             if weight.rule is not None and weight.row_shard.spec.tensor_scale:
                 weight.scale, weight.factor = factors_from_amax(amax, *weight.rule[:3])
                 continue
-            if weight.rule not in made:
+            if weight.rule not in scales:
                 scale, factor = flat, flat
                 if weight.rule is not None:
                     headroom = weight.rule[3]
                     scale, factor = factors_from_amax(flat, *weight.rule[:3])
                     if headroom != 1.0:
                         scale, factor = scale * headroom, factor / headroom
-                made[weight.rule] = [scale.split(sizes), factor.split(sizes)]
+                scales[weight.rule] = [scale.split(sizes), factor.split(sizes)]
             weight.scale, weight.factor = (
-                floats[i][: amax.numel()].view(amax.shape) for floats in made[weight.rule]
+                floats[i][: amax.numel()].view(amax.shape) for floats in scales[weight.rule]
             )
 
 
 def reduced_amaxes(
     row_shards: Sequence[RowShard], shards: _Shards, device: torch.device, mesh: DeviceMesh
 ) -> tuple[Tensor, list[Tensor]]:
-    """The amaxes of the blocks of unsharded weights, flat and of each weight: one all-reduce.
+    """Return the amaxes of unsharded weights' blocks, flat and per weight, with one all-reduce.
 
-    The amax of a block that is stored in FP8 is the largest scale that a rank has for it.
+    For a weight stored in FP8, the largest scale of a block on any rank takes the amax's place.
     """
     sizes = [row_shard.numbers for row_shard in row_shards]
     flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
@@ -268,7 +268,7 @@ def reduced_amaxes(
 
 
 def _shard_amaxes(shard: Tensor, row_shard: RowShard) -> list[Tensor]:
-    """The amaxes, or the largest scales, of the blocks of each segment of a shard."""
+    """Return the amaxes, or the largest scales, of the blocks of each segment of a shard."""
     block = row_shard.spec.block
     if isinstance(shard, Float8Tensor):
         is_one_segment = shard._window is None and len(row_shard.segments) == 1
@@ -281,24 +281,24 @@ def _shard_amaxes(shard: Tensor, row_shard: RowShard) -> list[Tensor]:
 
 def _largest_scales(rows: Float8Tensor, block: tuple[int, ...]) -> Tensor:
     if block[0] == 1 and rows.spec.block == tuple(block):
-        return rows.scale  # no block is shared
+        return rows.scale  # no ranks share a block
     scale = expand_scale(rows.scale, (rows.spec.block[0], 1), rows.shape)
     return block_amax(scale.expand(rows.shape[0], -1), (block[0], 1))
 
 
 @torch.no_grad()
 def cast_rows(rows: Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
-    """FP8 data of some rows of a shard; ``factor`` is their scales if they are stored in FP8."""
-    given = "encode"
+    """Cast rows of a shard to FP8; if they are stored in FP8, ``factor`` is the new scales."""
+    kind = "encode"
     if isinstance(rows, Float8Tensor):
         if not spec.rows_share_scales and rows.spec == spec:
-            return rows.qdata  # no block is shared
+            return rows.qdata  # no ranks share a block
         rows = dequantize_blocks(rows.qdata, rows.scale, rows.spec, torch.float32)
-        given = "decode"
-    params = QuantParams(Factors(None, factor), None, spec.rule_of(given))  # type: ignore[arg-type]
+        kind = "decode"
+    params = QuantParams(Factors(None, factor), None, spec.rule_of(kind))  # type: ignore[arg-type]
     if rows.ndim == 2:
         return quantize(rows, spec, None, params, align=1).rowwise.data
-    (E, N, K), inner = rows.shape, replace(spec, block=spec.block[1:])  # of experts' weights
+    (E, N, K), inner = rows.shape, replace(spec, block=spec.block[1:])  # weights of experts
     if inner.per_tensor:
         return quantize(rows, inner, None, params).rowwise.data[:, :N, :K].contiguous()
     matrices = matrices_of_blocks(rows, spec.block)
@@ -308,7 +308,7 @@ def cast_rows(rows: Tensor, factor: Tensor, spec: Float8Spec) -> Tensor:
 
 
 class _Write(NamedTuple):
-    """A shard stored in FP8 that is overwritten."""
+    """A shard stored in FP8 that is to be overwritten."""
 
     weight: ShardedWeight
     local: Float8Tensor
@@ -316,19 +316,19 @@ class _Write(NamedTuple):
 
 
 def requantize_shards_(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Overwrite sharded parameters stored in FP8 as one process would overwrite unsharded ones.
+    """Overwrite sharded parameters stored in FP8 with the result for unsharded parameters.
 
-    Blocks that several ranks hold parts of, such as the one block of a weight with one scale,
-    get one scale: a collective, one all-reduce for each mesh.
+    A block of which several ranks hold parts, such as the only block of a per-tensor weight, gets
+    one scale, so this is a collective with one all-reduce per mesh.
 
     Args:
-        parameters: DTensors of Float8Tensors, matrices sharded by rows as FSDP2 does; the same
-            ones, in the same order, on all ranks.
-        values: high-precision tensors, one for each parameter, of its local shape.
+        parameters: DTensors of Float8Tensors, matrices sharded by rows as by FSDP2; the same
+            parameters, in the same order, on all ranks.
+        values: high-precision tensors, one for each parameter, with its local shape.
 
     Raises:
-        TypeError: something else is given; nothing is written.
-        ValueError: not as many values as parameters, or one of another shape.
+        TypeError: an argument has another type; nothing is written.
+        ValueError: the numbers of values and parameters differ, or a value has another shape.
     """
     for name, given in (("parameters", parameters), ("values", values)):
         check_instance(name, given, (list, tuple), "a list of tensors")
@@ -354,18 +354,18 @@ def requantize_shards_(parameters: Sequence[Tensor], values: Sequence[Tensor]) -
 
 
 def _write(writes: Sequence[_Write]) -> None:
-    """Cast by the scales of unsharded weights, one op for each kind of shard, and write them."""
+    """Cast with the scales of unsharded weights, with one op per kind of shard, and write."""
     scales, amaxes = [x.scale for _, x, _ in writes], [x.amax for _, x, _ in writes]
     rows = [(w, w.row_shard.block_rows(x.spec.block[0], x.device)) for w, x, _ in writes]
     groups: dict[tuple[torch.dtype, Float8Spec], list[tuple[Tensor, Tensor, Tensor]]] = {}
     for _, local, value in writes:
         groups.setdefault((value.dtype, local.spec), []).append((value, local.scale, local.qdata))
-    # The encode factors go where the scales will be, since the op keeps its table of addresses for
-    # memory that stays.
+    # The encode factors are first written to the memory of the scales, since the op caches a table
+    # of addresses of permanent memory.
     torch._foreach_copy_(scales, [weight.factor[blocks] for weight, blocks in rows])
     for (_, spec), group in groups.items():
         values, encodes, data = (list(tensors) for tensors in zip(*group, strict=True))
-        # Each block of the shard lies in one block of the weight, and has its factor by now.
+        # Each block of the shard is inside a block of the weight, whose factor it now has.
         cast_many_op(values, data, spec.block, spec.rule_of("encode"), 0.0, [], [], encodes)
         torch.autograd.graph.increment_version(data)
     new = [weight.scale[blocks] for weight, blocks in rows]

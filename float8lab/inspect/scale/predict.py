@@ -130,7 +130,7 @@ def gemms(
 
 def norm(recipe: Recipe | None, elements: float, *, fused: bool) -> Seconds:
     """A norm, whose backward reads two tensors and writes one."""
-    rate = cost.sources(recipe if fused else None).norm
+    rate = cost.prologues(recipe if fused else None).norm
     return {"elementwise": elements * rate + cost.moved(6 * elements)}
 
 
@@ -141,7 +141,7 @@ def activation(
 
     In eager mode, a gate by plain torch takes two kernels forward and three backward.
     """
-    rates = cost.sources(recipe if fused else None)
+    rates = cost.prologues(recipe if fused else None)
     seconds = rates.activation + (2 if gated else 1) * rates.gradient
     return {"elementwise": elements * (seconds + cost.moved(12 if gated and eager else 0))}
 
