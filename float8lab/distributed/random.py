@@ -86,12 +86,12 @@ class CudaRNGStatesTracker:
             )
         stream, default = self._generators[name], self._default()
         if default.device.type == "cuda":
-            outer_state = default.graphsafe_get_state()
+            outer_generator = default.graphsafe_get_state()
             default.graphsafe_set_state(stream)
             try:
                 yield
             finally:
-                default.graphsafe_set_state(outer_state)
+                default.graphsafe_set_state(outer_generator)
             return
         # The CPU's default generator cannot be replaced, so states are copied in and out.
         self._save_forked()
