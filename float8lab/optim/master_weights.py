@@ -273,14 +273,24 @@ class MasterWeights(torch.optim.Optimizer):
             )
 
     def __getstate__(self) -> dict[str, object]:
-        # _written is left out: its versions hold for these tensors only. A step compares bytes.
         public = ("defaults", "param_groups", "inner", "masters")
         private = ("_master_dtype", "_also_16_bit", "_storage", "_make_inner", "_has_stepped")
-        return {name: getattr(self, name) for name in (*public, *private)}
+        values: dict[str, object] = {name: getattr(self, name) for name in (*public, *private)}
+        # The versions in _written hold for these tensors only. A copy learns which parameters equal
+        # their masters, and which of these masters were edited since.
+        values["_written"] = {
+            p: written.master_version != self.masters[p]._version
+            for p, written in self._written.items()
+            if p in self.masters and written.is_current(p)
+        }
+        return values
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self._written = {}
+        is_edited = cast("dict[Tensor, bool]", state.pop("_written", {}))
         super().__setstate__(state)
+        self._written = {p: _Written(p, self.masters[p]) for p in is_edited}
+        for p in filter(is_edited.get, is_edited):
+            self._written[p].master_version = -1
 
     def __repr__(self) -> str:
         return super().__repr__().replace(" (", f" of {type(self.inner).__name__} (", 1)

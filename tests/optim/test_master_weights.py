@@ -449,11 +449,14 @@ def test_a_parameter_swapped_out_and_back_keeps_its_master(model):
     torch.testing.assert_close([*optimizer.masters.values()], masters, rtol=0, atol=0)
 
 
-def test_an_edited_master_reaches_the_parameter(model):
+@pytest.mark.parametrize("copied", [None, copy.deepcopy, saved_and_loaded])
+def test_an_edited_master_reaches_the_parameter(copied, model):
     optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.0)
-    p = model[0].weight
     with torch.no_grad():
-        optimizer.masters[p].clamp_(-0.01, 0.01)
+        optimizer.masters[model[0].weight].clamp_(-0.01, 0.01)
+    if copied is not None:
+        model, optimizer = copied((model, optimizer))
+    p = model[0].weight
     optimizer.step()
     assert p.dequantize().abs().max() <= 0.0101
     assert_same(p, quantize(optimizer.masters[p].detach()))
