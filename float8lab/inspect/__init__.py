@@ -1,4 +1,4 @@
-"""Look at the content of FP8 tensors, and at the effect of FP8 on a model.
+"""Show the content of FP8 tensors, and the effect of FP8 on a model.
 
 Nothing here changes a tensor or a model.
 
@@ -44,7 +44,7 @@ _LAZY = {
     "float8lab.inspect.damage": ("Damage", "Sensitivity", "sensitivity"),
     "float8lab.inspect.memory": ("LayerMemory", "MemoryReport", "memory_report"),
 }
-"""Modules that few programs use, and the names that load them on their first use."""
+"""Modules that few programs use: each is imported when one of its names is first used."""
 _MODULES = {name: module for module, names in _LAZY.items() for name in names}
 
 

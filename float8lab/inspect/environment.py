@@ -1,4 +1,4 @@
-"""Versions, GPUs, and which parts of FP8 this machine runs natively, emulates or lacks, and why."""
+"""Report versions, GPUs, and what FP8 this machine runs natively, emulates or lacks, and why."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def why_casts_are_missing(device: torch.device) -> str:
-    """Why this device cannot cast to FP8; empty if it can."""
+    """Return why this device cannot cast to FP8, or an empty string if it can."""
     lacks_triton = device.type == "cuda" and util.find_spec("triton") is None
     return "the kernels need triton, which is not installed" if lacks_triton else ""
 
@@ -39,7 +39,7 @@ def why_gemm_is_emulated(
     a_block: Sequence[int], b_block: Sequence[int], device: torch.device,
     a_dtype: torch.dtype = E4M3, b_dtype: torch.dtype = E4M3,
 ) -> str:  # fmt: skip
-    """Why a GEMM of such operands dequantizes them on this device; empty if it runs in FP8."""
+    """Return why a GEMM dequantizes these operands on this device; empty if it runs in FP8."""
     if device.type != "cuda":
         return "a CPU has no FP8 GEMM; it multiplies in float32"
     if E2M1 in (a_dtype, b_dtype):
@@ -59,7 +59,7 @@ def why_gemm_is_emulated(
 
 
 def why_attention_is_emulated(device: torch.device, *heads: int) -> str:
-    """Why attention of FP8 operands without a mask has no kernel here; empty if it has one."""
+    """Return why unmasked FP8 attention has no kernel on this device; empty if it has one."""
     if device.type != "cuda":
         return "a CPU has no FP8 GEMM; it multiplies in float32"
     if has_fp8_attention(device, *heads):
@@ -81,7 +81,7 @@ class Support:
 
 @dataclass(frozen=True, repr=False)
 class Environment(Printed):
-    """The versions and hardware of this machine; ``print`` it, or ask for ``to_json()``."""
+    """The versions and hardware of this machine, for ``print`` or as ``to_json()``."""
 
     versions: dict[str, str]
     gpus: list[str]
@@ -90,14 +90,14 @@ class Environment(Printed):
     """The device that ``support`` describes."""
     support: list[Support]
     extras: dict[str, str]
-    """For each optional part, the packages that are missing, or ``"installed"``."""
+    """For each extra, the packages that are missing, or ``"installed"``."""
 
     def to_json(self) -> dict[str, object]:
-        """Return the same as dicts, lists and strings."""
+        """Return all fields as dicts, lists and strings."""
         return asdict(self)
 
     def summary(self) -> str:
-        """All of it, as lines."""
+        """Return all fields as lines of text."""
         rows = [(kernel.name, kernel.status, kernel.reason) for kernel in self.support]
         gpus = [(str(n), gpu) for n, gpu in enumerate(self.gpus)] or [("none", "")]
         grids = (
@@ -111,10 +111,10 @@ class Environment(Printed):
 
 
 def environment(device: torch.device | str | None = None) -> Environment:
-    """Look at this machine.
+    """Collect the versions, GPUs and FP8 support of this machine.
 
     Args:
-        device: whose FP8 support is meant; by default the current GPU, or the CPU without one.
+        device: the device whose FP8 support is described; by default the current GPU, or the CPU.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     numbers = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
@@ -130,8 +130,8 @@ def environment(device: torch.device | str | None = None) -> Environment:
 
 
 def package_version() -> str:
-    """The version of float8lab."""
-    # Not imported by name: layers import downwards, and the package has imported them all.
+    """Return the version of float8lab."""
+    # A plain import would be upwards: modules import downwards, and the package is the top.
     return importlib.import_module("float8lab").__version__
 
 
@@ -150,7 +150,7 @@ def _versions() -> dict[str, str]:
 
 
 def _driver() -> str:
-    """The NVIDIA driver's version, which torch does not tell; Linux has it in a file."""
+    """Read the NVIDIA driver's version from a file of Linux, since torch does not tell it."""
     text = _DRIVER.read_text() if _DRIVER.exists() else ""
     match = re.search(r"^NVRM version:.*?\s(\d+\.\d[\d.]*)", text, re.M)
     return match[1] if match else "unknown" if torch.cuda.is_available() else "none"

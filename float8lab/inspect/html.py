@@ -1,4 +1,4 @@
-"""HTML that loads nothing from anywhere: pages, and a Float8Tensor in a notebook."""
+"""Make self-contained HTML: whole pages, and a Float8Tensor in a notebook."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["filled", "html", "page_of", "sections"]
 
 @Float8Tensor._add_view
 def html(x: Tensor, text: str = "") -> str:
-    """A fragment of HTML: ``text``, statistics, and the picture of ``plot`` or, without matplotlib,
-    the histogram of exponents as text.
+    """Return a fragment of HTML: ``text``, statistics, and the picture that ``plot`` draws.
+    Without matplotlib, the histogram of exponents as text takes the place of the picture.
 
     Args:
         x: as in ``stats``. For a DTensor, this rank's shard is shown.
-        text: goes first, as it is spaced; escaped.
+        text: stands at the top, with its white space kept; it is escaped here.
     """
     check_instance("text", text, str, "a string")
     statistics = stats(x, local=True)
@@ -43,7 +43,7 @@ def html(x: Tensor, text: str = "") -> str:
 
 
 def sections(grids: Iterable[Grid]) -> str:
-    """Tables as sections of a page."""
+    """Return the HTML of tables, each as a section of a page."""
     return "\n".join(
         f"<section><h2>{escape(grid.title)}</h2><div class='scroll long'>"
         f"{html_table(grid.columns, grid.rows, grid.alarming)}</div></section>"
@@ -52,26 +52,26 @@ def sections(grids: Iterable[Grid]) -> str:
 
 
 def filled(template: str, replacements: Mapping[str, str]) -> str:
-    """A template of this folder with parts in the places of ``<!-- name -->``.
+    """Return a template of this folder with each ``<!-- name -->`` replaced by that text.
 
-    What is put in is not searched for places to fill.
+    Inserted text is not searched for further ``<!-- name -->``.
     """
     text = files("float8lab.inspect").joinpath(template).read_text(encoding="utf-8")
-    return re.sub(r"<!-- (\w+) -->", lambda place: replacements[place[1]], text)
+    return re.sub(r"<!-- (\w+) -->", lambda match: replacements[match[1]], text)
 
 
 def page_of(
     title: str, body: str, script: str, data: Mapping[str, object],
     columns: Mapping[str, str] = {},
 ) -> str:  # fmt: skip
-    """A whole page, which a browser lets load nothing, with plotly and what its script reads.
+    """Return a whole page with plotly and all data; a browser does not let it load anything else.
 
     Args:
-        title: of the page; escaped here.
+        title: title of the page; it is escaped here.
         body: HTML of the page.
-        script: the file of this folder that draws, from ``data``; ``charts.js`` stands before it.
-        data: small, for JSON.
-        columns: texts that the script decodes on demand, by name.
+        script: the file of this folder that draws ``data``; ``charts.js`` is loaded before it.
+        data: small data, which is written as JSON.
+        columns: texts by name, which the script decodes on demand.
 
     Raises:
         ModuleNotFoundError: plotly, of the extra ``report``, is not installed.
@@ -88,7 +88,7 @@ def page_of(
         "title": escape(title),
         "body": body,
         "css": filled("page.css", {}),
-        "data": text.replace("<", "\\u003c"),  # which could end the element
+        "data": text.replace("<", "\\u003c"),  # "<" could end the element
         "columns": "\n".join(texts),
         "plotly": _inline(_unwrapped(get_plotlyjs())),
         "charts": filled("charts.js", {}),
@@ -98,9 +98,9 @@ def page_of(
 
 
 def _unwrapped(plotly: str) -> str:
-    """plotly.js without the function that makes it a module of either kind, its license kept."""
-    # Chromium reads a function that is passed on twice, once to skip it: 0.5 s for all of plotly. A
-    # script that is built in another way stays as it is.
+    """Remove the function around plotly.js that makes it a UMD module; keep its license."""
+    # Chromium parses a function that is passed as an argument twice, first to skip it: 0.5 s for
+    # all of plotly. A script that is built in another way is returned unchanged.
     start, end = plotly.find('"use strict";var Plotly='), plotly.rfind("\nreturn Plotly;\n}));")
     opening = plotly[: max(start, 0)]
     if end < 0 or not opening.rstrip().endswith("() => {"):
@@ -112,10 +112,10 @@ def _unwrapped(plotly: str) -> str:
 
 
 def _inline(script: str) -> str:
-    """A script that can stand in HTML and is all ASCII: Chromium starts such a plotly 0.5 s sooner.
+    """Escape a script for HTML, as pure ASCII: Chromium starts an ASCII plotly 0.5 s sooner.
 
-    Characters that are not ASCII, or would end the script element, are all in string literals, and
-    are escaped there.
+    Characters that are not ASCII, or that would end the script element, occur only in string
+    literals, where they can be escaped.
     """
     script = script.replace("</script", "<\\/script")
     return re.sub(r"[\u0080-\uffff]", lambda match: f"\\u{ord(match[0]):04x}", script)

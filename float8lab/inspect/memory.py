@@ -25,21 +25,21 @@ __all__ = ["OUTPUT", "LayerMemory", "MemoryReport", "memory_report", "saved_by_l
 
 OUTPUT, OPTIMIZER = "(output)", "(optimizer)"
 _CUDA_GRANULE = 512
-"""Torch's CUDA allocator hands out multiples of this (kMinBlockSize, CUDACachingAllocator.cpp)."""
+"""Torch's CUDA allocator rounds sizes up to this (kMinBlockSize, CUDACachingAllocator.cpp)."""
 
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Bytes of one module, without those of its children."""
+    """The bytes that one module holds, without those of its children."""
 
     name: str
     weights: int = 0
-    """Parameters; for those stored in FP8, the FP8 data."""
+    """Parameters; a parameter stored in FP8 counts its FP8 data here."""
     scales: int = 0
-    """Scales and amaxes of FP8-stored parameters; delayed-scaling state; kept weight casts."""
+    """Scales and amaxes of parameters stored in FP8, delayed-scaling state, cached weight casts."""
     buffers: int = 0
     gradients: int = 0
-    """Those that exist: ``grad`` and ``main_grad``."""
+    """Gradients that exist: ``grad`` and ``main_grad`` of the parameters."""
     masters: int = 0
     """High-precision copies in ``MasterWeights``."""
     optimizer: int = 0
@@ -49,7 +49,7 @@ class LayerMemory:
 
     @property
     def total(self) -> int:
-        """All these bytes together."""
+        """The sum of all these bytes."""
         return sum(getattr(self, kind) for kind in KINDS)
 
 
@@ -61,10 +61,10 @@ class MemoryReport(Printed):
     """The result of ``memory_report``; ``print`` it for a table.
 
     Attributes:
-        layers: modules that hold anything, in the model's order. Memory that several share counts
-            for the first.
+        layers: modules that hold memory, in the model's order. Memory that several modules share
+            counts for the first of them.
         by_device: bytes by device, such as ``"cuda:0"``.
-        ran: whether activations were looked for, in a run on a batch.
+        ran: whether activations were counted, by running the model on a batch.
     """
 
     layers: tuple[LayerMemory, ...]
@@ -77,7 +77,7 @@ class MemoryReport(Printed):
         return sum(layer.total for layer in self.layers)
 
     def sum(self, kind: str) -> int:
-        """Bytes of one kind, such as ``"weights"``, in all layers.
+        """Sum the bytes of one kind, such as ``"weights"``, over all layers.
 
         Raises:
             ValueError: there is no such kind.
@@ -87,19 +87,19 @@ class MemoryReport(Printed):
         return sum(getattr(layer, kind) for layer in self.layers)
 
     def to_json(self) -> str:
-        """Return the same as JSON text, in bytes."""
+        """Return the report as JSON text, with sizes in bytes."""
         layers = [asdict(layer) for layer in self.layers]
         told = {"layers": layers, "totals": {kind: self.sum(kind) for kind in KINDS}}
         return json.dumps({**told, "by_device": self.by_device, "ran": self.ran})
 
     def summary(self) -> str:
-        """The bytes on each device."""
+        """Return the bytes on each device as text."""
         sizes = [f"{bytes_text(size)} on {device}" for device, size in self.by_device.items()]
         told = ", ".join(sizes) or "nothing"
         return told if self.ran else f"{told}; without activations: pass an example batch"
 
     def tables(self, limit: int | None = None) -> list[Grid]:
-        """A row for each layer."""
+        """Return a table with a row for each layer."""
         kinds = [kind for kind in KINDS if self.sum(kind)]
         rows = [
             (layer.name or "(model)", *(bytes_text(getattr(layer, k)) for k in (*kinds, "total")))
@@ -110,9 +110,9 @@ class MemoryReport(Printed):
 
 
 def storages(x: Any) -> Iterator[tuple[str, torch.UntypedStorage]]:
-    """The storages of a tensor, or of a subclass's inner tensors with their names.
+    """Yield the storages of a tensor, or of a subclass's inner tensors with their names.
 
-    For a DTensor, these are the storages of this rank's shard.
+    For a DTensor, yield the storages of this rank's shard.
     """
     if is_dtensor(x):
         yield from storages(local_of(x))
@@ -125,14 +125,14 @@ def storages(x: Any) -> Iterator[tuple[str, torch.UntypedStorage]]:
 
 
 class _Counted:
-    """Storages that were counted, and the bytes that they take."""
+    """The storages that were counted so far, and the bytes that they take on each device."""
 
     def __init__(self) -> None:
         self._seen: dict[int, torch.UntypedStorage] = {}  # kept, so that no address is reused
         self.by_device: defaultdict[str, int] = defaultdict(int)
 
     def bytes_of(self, storage: torch.UntypedStorage) -> int:
-        """Return the bytes of a storage the first time, and 0 from then on."""
+        """Count a storage: return its bytes the first time, and 0 from then on."""
         if storage._cdata in self._seen:
             return 0
         self._seen[storage._cdata] = storage
@@ -143,7 +143,7 @@ class _Counted:
         return size
 
     def add(self, x: Tensor | None) -> int:
-        """Bytes of a tensor that were not counted before."""
+        """Count a tensor: return those of its bytes that were not counted before."""
         return 0 if x is None else sum(self.bytes_of(storage) for _, storage in storages(x))
 
 
@@ -156,17 +156,17 @@ def memory_report(
 ) -> MemoryReport:
     """Count the memory of a model by layer, from the storages that its tensors have.
 
-    Weights that are tied, and activations that several layers save, count once. Sharded parameters
-    count by this rank's part. A CUDA storage counts as the multiple of 512 bytes that the allocator
-    takes for it. The model is left as it was.
+    Tied weights, and activations that several layers save, count once. A sharded parameter counts
+    with this rank's shard only. A CUDA storage counts as the multiple of 512 bytes that the
+    allocator takes for it. The model is left as it was.
 
     Args:
-        model: any; on the meta device it gives the sizes that it would have.
+        model: any module; on the meta device the report has the sizes that it would have.
         batch: an example: a tensor, or a tuple or dict of arguments. Activations are the tensors
             that autograd keeps of one forward pass on it, under the recipes (and inside the
-            autocast) that would be in force anyway; without a batch there are none. The batch
-            itself does not count.
-        optimizer: its state counts, and masters if it is a ``MasterWeights``.
+            autocast) that apply to the model at this call. Without a batch none are counted. The
+            batch itself does not count.
+        optimizer: its state counts, and so do the masters of a ``MasterWeights``.
         loss_fn: ``loss_fn(model, batch)`` returns the loss; by default ``model`` alone is called.
 
     Raises:
@@ -218,7 +218,7 @@ def memory_report(
 def _scaling_state(module: nn.Module, counted: _Counted) -> Iterator[int]:
     for _, precision in precisions(module):
         for slots in precision.slots.values():
-            # Columns of tensors that all modules share; scale and encode are rows of factors.
+            # Columns of tensors that all modules share; scale and encode are rows of its factors.
             columns = slots.tensors()
             del columns["scale"], columns["encode"]
             for column in columns.values():
@@ -232,7 +232,7 @@ def _scaling_state(module: nn.Module, counted: _Counted) -> Iterator[int]:
 def _tensors_of_optimizer(
     optimizer: torch.optim.Optimizer | None,
 ) -> Iterator[tuple[Tensor, str, Tensor]]:
-    """A parameter, the kind of memory, and a tensor that an optimizer keeps for it."""
+    """Yield a parameter, a kind of memory, and a tensor that the optimizer keeps for it."""
     if isinstance(optimizer, MasterWeights):
         for parameter, master in optimizer.masters.items():
             yield parameter, "masters", master
@@ -242,7 +242,7 @@ def _tensors_of_optimizer(
 
 
 def saved_by_layer(trial: Trial) -> dict[str, int]:
-    """Bytes that autograd keeps of a forward, by running module, without parameters and buffers."""
+    """Return the bytes that autograd keeps of a forward by module, but no parameters or buffers."""
     counted = _Counted()
     for tensor in (*trial.model.parameters(), *trial.model.buffers()):
         counted.add(tensor)
@@ -270,7 +270,7 @@ def _saved(model: nn.Module, run: Callable[[], object], counted: _Counted) -> di
 
     with hooked(attach()), torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         output = run()
-    # Parameters that FSDP2 has gathered exist only while their module runs; by now they are empty.
+    # Count now: parameters that FSDP2 gathered while their module ran are empty by now.
     sizes: defaultdict[str, int] = defaultdict(int)
     for name, storage in saved_storages:
         sizes[name] += counted.bytes_of(storage)

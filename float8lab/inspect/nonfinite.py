@@ -1,14 +1,14 @@
 """find_nan: find where the first NaN or infinity of a training step arises.
 
-Hooks look at the inputs and outputs of every module, in forward and in backward; the first value
-that is not finite decides, and after it nothing is looked at. In forward the module to name
-is one whose input was finite and whose output is not: a child is left before its parent, so the
-first such is the innermost. A value that is first seen as the *input* of a child arose in the code
-of its parent. Backward is the same with gradients, which enter at the outputs.
+Hooks look at the inputs and outputs of every module, in forward and in backward, until the first
+value that is not finite; nothing is looked at after that. In forward, the module to report is the
+first whose input was finite and whose output is not. A child returns before its parent, so this is
+the innermost such module. A value that is first seen as the *input* of a child arose in the code of
+its parent. Backward works in the same way with gradients, which enter a module at its outputs.
 
 Attention masks hold -inf, which is no error. So a tensor with -inf but neither NaN nor +inf is
-passed over if it requires no gradient. Otherwise it is a suspect: it is the tensor to name if a NaN
-or +inf follows, and it is cleared when the module that takes it, or in which it arose, gives finite
+ignored if it requires no gradient. Otherwise it becomes the *suspect*: it is reported if a NaN or
++inf follows. It is cleared when the module that takes it, or in which it arose, returns finite
 values.
 """
 
@@ -37,18 +37,18 @@ __all__ = ["NonFinite", "find_nan"]
 
 @dataclass(frozen=True)
 class NonFinite:
-    """Where the first value that is not finite arose; false in a condition if there is none."""
+    """Where the first value that is not finite arose; it is false if there is no such value."""
 
     module: str | None = None
-    """Qualified name; ``""`` is the model itself, ``"(loss)"`` the loss; None: all is finite."""
+    """Qualified name: ``""`` is the model itself, ``"(loss)"`` the loss; None if all is finite."""
     tensor: str = ""
     """The tensor, such as ``"input 0"``, ``"output 1"``, ``"output ['logits']"``, ``"parameter
-    weight"``, ``"gradient of input 0"``, ``"gradient of weight"``; or an input that the module gave
-    to a child."""
+    weight"``, ``"gradient of input 0"``, ``"gradient of weight"``; or an input that the module
+    passed to a child."""
     phase: str = ""
-    """``"before"`` the step, ``"forward"``, ``"backward"`` or ``"optimizer"``."""
+    """``"before"`` (the first step), ``"forward"``, ``"backward"`` or ``"optimizer"``."""
     step: int = 0
-    """The step, from 0; where all is finite, the number of steps."""
+    """The step, counted from 0; if all is finite, the number of steps that ran."""
     nan: int = 0
     inf: int = 0
     shape: tuple[int, ...] = ()
@@ -79,22 +79,22 @@ def find_nan(
 ) -> NonFinite:
     """Find the module and the tensor in which the first NaN or infinity arises.
 
-    Runs forward and backward with a look at every tensor that a module takes or gives, and waits
-    for the GPU at each. Afterwards parameters, buffers, gradients, the optimizer, scaling state and
-    random numbers are as before. Compiled code runs uncompiled. Modules that run in FP8 under
-    ``autocast`` need one around this call.
+    It runs forward and backward, checks every tensor that a module takes or returns, and waits for
+    the GPU at each. Afterwards parameters, buffers, gradients, the optimizer, scaling state and
+    random numbers are as before. Compiled code runs uncompiled. If modules run in FP8 under
+    ``autocast``, call this function inside an ``autocast``.
 
     Args:
         model: in the mode, ``train`` or ``eval``, in which it is to run.
         batch: the model's argument; a tuple or list is its arguments, a dict its keyword arguments.
-        loss_fn: makes the loss of the model's output. None: the output's ``loss`` if it has one,
-            else the sum of all floating-point outputs.
+        loss_fn: computes the loss from the model's output. None takes the output's ``loss`` if it
+            has one, else the sum of all floating-point outputs.
         steps: how often to run the batch.
-        optimizer: steps after each backward; without it only random numbers and delayed scales
-            differ from step to step.
+        optimizer: steps after each backward; without an optimizer only random numbers and delayed
+            scales differ from step to step.
 
     Returns:
-        What was found; false in a condition if all is finite.
+        Where the first such value arose; the result is false in a condition if all is finite.
 
     Raises:
         ValueError: ``steps`` is below 1.
@@ -116,7 +116,7 @@ def find_nan(
     with as_before(model, optimizer), torch.compiler.set_stance("force_eager"):
         for step in range(steps):
             look.step = step
-            look.at_parameters("before" if step == 0 else "optimizer")
+            look.check_parameters("before" if step == 0 else "optimizer")
             if look.found is None:
                 _run(model, batch, loss_fn, look, to_the_end=others_wait)
             if look.found is not None and not others_wait:
@@ -125,7 +125,7 @@ def find_nan(
                 optimizer.step()
         else:
             if optimizer is not None:
-                look.at_parameters("optimizer")
+                look.check_parameters("optimizer")
     return look.found or NonFinite(step=steps)
 
 
@@ -138,11 +138,11 @@ def _run(
     with torch.enable_grad(), hooked(look.attach()):
         output = call(model, batch)
         loss = _default_loss(output) if loss_fn is None else loss_fn(output)
-        look.at(loss, "(loss)", "loss")
+        look.check(loss, "(loss)", "loss")
         look.suspect = None
         if loss.requires_grad and (look.found is None or to_the_end):
             loss.sum().backward()
-            look.at_gradients()
+            look.check_gradients()
 
 
 def _default_loss(output: object) -> Tensor:
@@ -172,7 +172,7 @@ def _named_tensors(values: object) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Look:
-    """Hooks on all modules of a model, and the first thing found."""
+    """Hooks on all modules of a model, and the first value that is not finite."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -180,28 +180,28 @@ class _Look:
         self.found: NonFinite | None = None
         self.suspect: NonFinite | None = None
         self.step = 0
-        # The modules that run, and whether finite outputs of each clear the suspect, which is one
-        # of its inputs or arose inside of it.
+        # The running modules, and whether finite outputs of each clear the suspect: they do if the
+        # suspect is an input of the module or arose inside it.
         self._stack: list[tuple[nn.Module, bool]] = []
-        # The node and the changeable label of the hook of an output.
+        # For each hooked output, its autograd node and the label of its hook, changed in place.
         self._labels: MutableMapping[Tensor, tuple[object, list[str]]] = WeakIdKeyDictionary()
         self._callers: dict[nn.Module, nn.Module | None] = {}
 
     def attach(self) -> Iterator[RemovableHandle]:
         """Register hooks on the modules and parameters."""
         for module, name in self.names.items():
-            # The first to see the outputs, the last to see the inputs: as the module itself.
+            # Run directly before and after forward, to see the tensors that forward itself sees.
             yield module.register_forward_pre_hook(self._enter, with_kwargs=True)
             yield module.register_forward_hook(self._leave, prepend=True, always_call=True)
             for parameter_name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:
                     label = name, f"gradient of {parameter_name}"
-                    yield parameter.register_hook(partial(self._at_gradient, label))
+                    yield parameter.register_hook(partial(self._check_gradient, label))
 
-    def at(
+    def check(
         self, x: Any, module: str, tensor: str, *, phase: str = "forward", may_mask: bool = False
     ) -> bool:
-        """Look at a tensor unless something was found already; return whether it is all finite."""
+        """Look at a tensor; return True if it is finite or something was found before."""
         if self.found is not None or not _is_number(x):
             return True
         with torch.no_grad():
@@ -220,56 +220,56 @@ class _Look:
             self.found = self.suspect
         return False
 
-    def at_parameters(self, phase: str) -> None:
+    def check_parameters(self, phase: str) -> None:
         """Look at parameters and buffers, in the model's order."""
         for module, name in self.names.items():
             for tensor_name, parameter in module.named_parameters(recurse=False):
-                self.at(parameter, name, f"parameter {tensor_name}", phase=phase)
+                self.check(parameter, name, f"parameter {tensor_name}", phase=phase)
             for tensor_name, buffer in module.named_buffers(recurse=False):
-                self.at(buffer, name, f"buffer {tensor_name}", phase=phase, may_mask=True)
+                self.check(buffer, name, f"buffer {tensor_name}", phase=phase, may_mask=True)
 
-    def at_gradients(self) -> None:
-        """Look at the gradients that the parameters have, which autograd may have summed up."""
+    def check_gradients(self) -> None:
+        """Look at the accumulated gradients of the parameters, whose sum may have overflowed."""
         for module, name in self.names.items():
             for parameter_name, parameter in module.named_parameters(recurse=False):
                 for attribute in ("grad", "main_grad"):
                     value = getattr(parameter, attribute, None)
-                    self.at(value, name, f"gradient of {parameter_name}", phase="backward")
+                    self.check(value, name, f"gradient of {parameter_name}", phase="backward")
 
     def _enter(self, module: nn.Module, args: object, kwargs: object) -> object:
         caller = self._stack[-1][0] if self._stack else self._callers.get(module)
         self._callers[module] = caller
         name, clears = self.names[module], self.suspect is None
         inputs = [*_named_tensors(args), *_named_tensors(kwargs)]
-        if not in_backward():  # a recomputation gives what the forward gave
+        if not in_backward():  # a recomputation repeats values that were checked
             for index, x in inputs:
-                place = name, f"input {index}"
+                label = name, f"input {index}"
                 if caller is not None:
                     given = f"what it gives {name or '(model)'} as input {index}"
-                    place = self.names[caller], given
-                clears |= not self.at(x, *place, may_mask=True)
+                    label = self.names[caller], given
+                clears |= not self.check(x, *label, may_mask=True)
         self._stack.append((module, clears))
         if not torch.is_grad_enabled():
             return None
-        # Gradients of the module's own use of its inputs, which others may use as well.
+        # An alias sees only the gradient of this module: others may use the same input.
         indices = iter([index for index, _ in inputs])
 
-        def own(x: object) -> object:
+        def alias_of(x: object) -> object:
             if not _is_number(x):
                 return x
             index = next(indices)
             if not x.requires_grad or type(x) is not Tensor:
                 return x
             alias = x.view_as(x)
-            alias.register_hook(partial(self._at_gradient, (name, f"gradient of input {index}")))
+            alias.register_hook(partial(self._check_gradient, (name, f"gradient of input {index}")))
             return alias
 
-        return tree_map(own, args), tree_map(own, kwargs)
+        return tree_map(alias_of, args), tree_map(alias_of, kwargs)
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        # Activation checkpointing leaves a recomputation by an exception, inside of modules.
+        # Activation checkpointing ends a recomputation by an exception, while modules still run.
         if all(running is not module for running, _ in self._stack):
-            return  # what ended it came before _enter
+            return  # the exception came before _enter
         running, clears = self._stack.pop()
         while running is not module:
             running, clears = self._stack.pop()
@@ -278,34 +278,34 @@ class _Look:
         finite = True
         for index, x in _named_tensors(output if isinstance(output, tuple | dict) else (output,)):
             if not in_backward():
-                finite &= self.at(x, name, f"output {index}", may_mask=True)
+                finite &= self.check(x, name, f"output {index}", may_mask=True)
             if x.requires_grad and torch.is_grad_enabled():
-                place = "(loss)", f"gradient of the model's output {index}"
+                label = "(loss)", f"gradient of the model's output {index}"
                 if caller is not None:
                     gradient = f"gradient of output {index} of {name or '(model)'}"
-                    place = self.names[caller], gradient
-                self._hook_output(x, place)
+                    label = self.names[caller], gradient
+                self._hook_output(x, label)
         if finite and clears:
             self.suspect = None
 
-    def _hook_output(self, x: Tensor, place: tuple[str, str]) -> None:
-        """Look at the gradient of a module's output, which its caller may return in its turn."""
+    def _hook_output(self, x: Tensor, new_label: tuple[str, str]) -> None:
+        """Hook the gradient of a module's output; relabel the hook if its caller returns it too."""
         node, label = self._labels.get(x, (None, []))
         if node is x.grad_fn:
-            label[:] = place
+            label[:] = new_label
             return
-        label = list(place)
+        label = list(new_label)
         self._labels[x] = x.grad_fn, label
-        x.register_hook(partial(self._at_gradient, label))
+        x.register_hook(partial(self._check_gradient, label))
 
-    def _at_gradient(self, label: Sequence[str], gradient: Tensor) -> None:
-        """Look at a gradient by the names of a module and a tensor that the label has by then."""
-        self.at(gradient, *label, phase="backward")
+    def _check_gradient(self, label: Sequence[str], gradient: Tensor) -> None:
+        """Look at a gradient, named by the module and tensor that its label now has."""
+        self.check(gradient, *label, phase="backward")
 
 
 def _local(x: Tensor) -> Tensor:
-    """This rank's part of a tensor, in high precision."""
+    """Return this rank's shard of a tensor in high precision."""
     x = local_of(x)
     value: Tensor = x.dequantize() if isinstance(x, Float8Tensor) else x
-    # Float8Tensors, and FP8 dtypes without a scale.
+    # An FP8 dtype without a scale has no isfinite.
     return value.float() if value.element_size() == 1 else value

@@ -1,4 +1,4 @@
-"""Histogram and scales of an FP8 tensor by matplotlib, which is imported by the first plot."""
+"""Plot the histogram and the scales of an FP8 tensor; matplotlib is imported by the first plot."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["heat_cells", "new_figure", "plot"]
 
 @Float8Tensor._add_view
 def plot(x: Tensor, *, local: bool = True) -> Any:
-    """Draw the histogram of exponents beside the zeros, and log2 of the scales.
-    Where there is one scale, log2 of the FP8 data is drawn in its place.
+    """Draw a histogram of zeros and exponents, and a heat map of the scales' log2.
+    For a tensor with a single scale, the heat map shows log2 of the FP8 data instead.
 
     Args:
         x: as in ``stats``.
-        local: for a DTensor, draw the histogram of this rank's shard; if False, of the whole
-            tensor, and all ranks must call. The scales are this rank's.
+        local: for a DTensor, draw the histogram of this rank's shard; if False, of the unsharded
+            tensor, and all ranks must call. The scales are always those of this rank's shard.
 
     Returns:
         A ``matplotlib.figure.Figure``, which notebooks show; elsewhere call its ``savefig``.
@@ -46,15 +46,15 @@ def plot(x: Tensor, *, local: bool = True) -> Any:
     for axis in (left.xaxis, right.xaxis, right.yaxis):
         axis.get_major_locator().set_params(integer=True)
     if cells.numel():
-        # nearest: a block is a cell, whatever the number of pixels.
+        # "nearest" keeps each block one cell, whatever the number of pixels.
         drawn = right.imshow(cells.numpy(), aspect="auto", interpolation="nearest")
         figure.colorbar(drawn, ax=right)
     return figure
 
 
 def new_figure(figsize: tuple[float, float]) -> Any:
-    """A figure of matplotlib that a notebook draws, whether or not pyplot is imported there."""
-    # Figure, not pyplot: no window, no backend, no state.
+    """Create a matplotlib figure that a notebook shows whether or not it has imported pyplot."""
+    # A Figure, unlike pyplot, opens no window and has no backend and no global state.
     with needs("plot", "matplotlib", "plot"):
         from matplotlib.figure import Figure
 
@@ -68,10 +68,10 @@ def new_figure(figsize: tuple[float, float]) -> Any:
 
 
 def heat_cells(x: Tensor, most: int = 256) -> tuple[str, Tensor]:
-    """A title, and log2 of the scales as a matrix of at most ``most`` rows and columns.
+    """Return a title, and log2 of the scales as a matrix of at most ``most`` rows and columns.
 
-    Where there is one scale, they are of the magnitudes of the FP8 data. Of several values that
-    share a cell it has the largest; it is NaN where none has a finite logarithm.
+    If there is a single scale, the matrix has log2 of the magnitudes of the FP8 data instead. A
+    cell that stands for several values shows the largest; it is NaN if no value has a finite log2.
     """
     values = blocks(x)
     title = f"log2 of the scales, {tuple(values.shape)}"

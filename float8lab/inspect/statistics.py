@@ -1,7 +1,7 @@
-"""Exact counts over FP8 data, and its error against an original.
+"""Count FP8 data exactly, and measure its error against an original.
 
-What is counted, and what it is called, say the results in ``float8lab.tensor.statistics``. Tensors
-are counted and nothing else: no padding, no hidden part of a block that a view cuts.
+The result classes in ``float8lab.tensor.statistics`` say what is counted. Only the elements of the
+tensor are counted: neither padding, nor the hidden elements of a block that a view cuts.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def stats(
 def stats(
     x: Tensor, original: Tensor | None = None, *, per_block: bool = False, local: bool = False
 ) -> TensorStats | BlockStats:
-    """Statistics of an FP8 tensor, of all of it or of each block.
+    """Compute statistics of an FP8 tensor, over all of it or for each block.
 
     Args:
         x: a Float8Tensor, or a DTensor whose local tensor is one.
         original: the tensor that was quantized, same shape, to measure the error against. For a
             DTensor it is a DTensor of the same placements.
-        per_block: give a ``BlockStats``. For a DTensor it needs ``local``, since shards may have
-            smaller blocks than the whole.
+        per_block: return a ``BlockStats``. For a DTensor it needs ``local``, since shards may have
+            smaller blocks than the unsharded tensor.
         local: for a DTensor, look at this rank's shard. By default counts and extremes are combined
-            over the mesh: a collective, so all its ranks must call.
+            over the mesh by collectives, so all ranks of the mesh must call this function.
 
     Raises:
         TypeError: ``x`` is not stored in FP8, or holds no data (fake, meta).
@@ -81,7 +81,7 @@ def stats(
 
 @Float8Tensor._add_view
 def compare(x: Tensor, original: Tensor, *, local: bool = False) -> Comparison:
-    """Measure how far an FP8 tensor is from its original; arguments and errors as in ``stats``.
+    """Measure the error of an FP8 tensor; arguments and exceptions are those of ``stats``.
 
     >>> x = torch.tensor([1.0, 1.03125])
     >>> float8lab.inspect.compare(float8lab.quantize(x, scale=1.0), x).max_error
@@ -93,11 +93,11 @@ def compare(x: Tensor, original: Tensor, *, local: bool = False) -> Comparison:
 
 @Float8Tensor._add_view
 def histogram(x: Tensor, by: str = "code", *, local: bool = False) -> Histogram:
-    """Count how often each code or exponent occurs; arguments and errors as in ``stats``.
+    """Count how often each byte or exponent occurs; see ``stats`` for the arguments and errors.
 
     Args:
-        by: ``"code"``: 256 counts, by the byte. ``"exponent"``: of nonzero finite elements, by
-            ``floor(log2(|code|))``, one bin for each exponent of the format, subnormal ones too.
+        by: ``"code"`` counts each of the 256 bytes. ``"exponent"`` counts nonzero finite elements
+            by ``floor(log2(|code|))``, with a bin for each exponent of the format, also subnormal.
 
     >>> float8lab.quantize(torch.tensor([448.0, 1.0, 1.5])).histogram("exponent").counts.tolist()
     [0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1]
@@ -108,9 +108,9 @@ def histogram(x: Tensor, by: str = "code", *, local: bool = False) -> Histogram:
 
 @Float8Tensor._add_view
 def blocks(x: Tensor) -> Tensor:
-    """The scales as a matrix, ``[blocks of all dimensions but the last, blocks of the last]``.
+    """Return the scales as a matrix, ``[blocks of all dimensions but the last, of the last]``.
 
-    The result is a copy on the tensor's device. For a DTensor, it has the scales of this rank's
+    The matrix is a copy on the tensor's device. For a DTensor, it holds the scales of this rank's
     shard.
 
     >>> float8lab.inspect.blocks(float8lab.quantize(torch.ones(4, 2, 256), block=(1, 128))).shape
@@ -121,7 +121,7 @@ def blocks(x: Tensor) -> Tensor:
 
 
 def stored(x: Tensor) -> Float8Tensor:
-    """The Float8Tensor that ``x`` is or has as its local tensor, its scales up to date."""
+    """Return the Float8Tensor that ``x`` is or has as local tensor, with up-to-date scales."""
     local = local_of(x)
     if not isinstance(local, Float8Tensor):
         is_tensor = isinstance(x, Tensor)
@@ -147,7 +147,7 @@ def stored(x: Tensor) -> Float8Tensor:
 
 
 def _original(x: Any, original: Tensor | None) -> Tensor | None:
-    """The original of ``stored(x)``, as a plain tensor on its device; None without one."""
+    """Return the original as a plain local tensor on the device of ``x``, or None without one."""
     if original is None:
         return None
     arguments.check_tensor("original", original)
@@ -170,7 +170,7 @@ def _original(x: Any, original: Tensor | None) -> Tensor | None:
 
 def _tensor_stats(x: Any, shard: Any, source: Tensor | None, local: bool) -> TensorStats:
     scale, amax = shard.scale.detach(), shard.amax.detach()
-    # Sums and maxima, each in one float64 tensor: exact up to 2**53 elements.
+    # All sums are in one float64 tensor, all maxima in another: exact up to 2**53 elements.
     sums = [torch.bincount(shard.qdata.detach().view(torch.uint8).reshape(-1), minlength=256)]
     extremes = [-scale, scale, amax]
     if source is not None:
@@ -184,7 +184,7 @@ def _tensor_stats(x: Any, shard: Any, source: Tensor | None, local: bool) -> Ten
     flat = torch.cat([values.reshape(-1).double() for values in sums])
     if is_dtensor(x) and not local:
         _combine_over_mesh(x, flat, maxima)
-    numbers = torch.cat([flat, maxima]).tolist()  # the only transfer, but for bincount's own
+    numbers = torch.cat([flat, maxima]).tolist()  # the only transfer, besides bincount's
     counts, totals, most = numbers[:256], numbers[256 : len(flat)], numbers[len(flat) :]
     comparison = None
     if totals:
@@ -245,7 +245,7 @@ def _block_stats(shard: Any, source: Tensor | None) -> BlockStats:
 
 @dataclass(frozen=True, eq=False)
 class Errors:
-    """An original and the error against it, element by element; 0 where either is not finite."""
+    """An original and the error against it by element; both are 0 where either is not finite."""
 
     source: Tensor
     error: Tensor
@@ -260,7 +260,7 @@ class Errors:
         value = elements * scales
         finite = value.isfinite() & wide.isfinite()
         error = (value - wide).masked_fill(~finite, 0.0)
-        # Half a step above the largest is where the next code would be.
+        # Half a step above the largest value: above this, rounding to nearest leaves the range.
         beyond = largest(spec.fp8_dtype) + (16.0 if spec.fp8_dtype == E4M3 else 4096.0)
         return Errors(
             source=wide.masked_fill(~finite, 0.0), error=error, finite=finite,
@@ -278,5 +278,5 @@ def _sum(mask: Tensor, block: Sequence[int]) -> Tensor:
 
 
 def _norm(x: Tensor, block: Sequence[int]) -> Tensor:
-    """Square root of the sum of squares of each block, in float64 without a copy in float64."""
+    """Compute the 2-norm of each block in float64, without a copy of ``x`` in float64."""
     return by_block(x, block, functools.partial(torch.linalg.vector_norm, dtype=torch.float64), 0.0)

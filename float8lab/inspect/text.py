@@ -1,4 +1,4 @@
-"""Statistics as text: one line, bars, and tables for the terminal by rich."""
+"""Show statistics as text: summaries, bars, and tables that rich can print in a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 FOLDED = 24
-"""Characters of a column beyond which rich may fold it."""
+"""Width in characters beyond which rich may fold the cells of a column."""
 
 
 class Grid(NamedTuple):
@@ -35,10 +35,10 @@ class Grid(NamedTuple):
     note: str = ""
     """A line below the table."""
     left: int | None = None
-    """How many columns are aligned to the left, the others to the right; None is all."""
+    """How many columns, from the first, are aligned to the left; None means all of them."""
 
     def first(self, limit: int | None) -> Grid:
-        """Return the first rows, printable, with a note of how many are left out.
+        """Return the first rows with printable cells, and a note of how many rows are left out.
 
         All rows are kept if ``limit`` is None. Empty columns are dropped.
         """
@@ -57,7 +57,7 @@ class Grid(NamedTuple):
         return "\n".join([self.title, *(f"  {line}" for line in lines), *filter(None, [self.note])])
 
     def __rich__(self) -> object:
-        """The same for rich, which folds long cells where the terminal is narrow."""
+        """Return a table that rich prints, with long cells folded where the terminal is narrow."""
         from rich.box import SIMPLE, SIMPLE_HEAD
         from rich.console import Group
         from rich.table import Table
@@ -80,19 +80,19 @@ class Grid(NamedTuple):
         return Group(Text(self.title, style="bold"), table, *note)
 
     def _repr_html_(self) -> str:
-        """The HTML that notebooks show."""
+        """Return the HTML that notebooks show."""
         table = html_table(self.columns, self.rows, self.alarming)
         return f"<h4>{escape(self.title)}</h4>{table}<p>{self.note}</p>"
 
 
 def shown(grids: Iterable[Grid], limit: int | None) -> list[Grid]:
-    """The first rows of those tables that have any, as ``Grid.first`` cuts them."""
+    """Cut each table that has rows to its first ``limit`` rows by ``Grid.first``."""
     check_size("limit", limit, optional=True)
     return [grid.first(limit) for grid in grids if grid.rows]
 
 
 def finite(value: Any) -> Any:
-    """``value`` with None for numbers that JSON does not have."""
+    """Return ``value`` with None in place of NaN and infinities, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(element) for key, element in value.items()}
     if isinstance(value, (list, tuple)):
@@ -104,11 +104,11 @@ class Printed:
     """A result that prints as its summary and its tables, and whose repr is one line."""
 
     def summary(self) -> str:
-        """The result in a few lines."""
+        """Return the result in a few lines."""
         raise NotImplementedError
 
     def tables(self, limit: int | None = None) -> list[Grid]:
-        """The tables of the result, each cut to its first ``limit`` rows; None keeps all."""
+        """Return the result's tables, each cut to its first ``limit`` rows; None keeps all."""
         return []
 
     def __str__(self) -> str:
@@ -118,13 +118,13 @@ class Printed:
         return f"<{type(self).__name__}: {shorten(self.summary(), 160)}>"
 
     def _repr_html_(self) -> str:
-        """The HTML that notebooks show."""
+        """Return the HTML that notebooks show."""
         tables = "".join(grid._repr_html_() for grid in self.tables())
         return f"<pre>{escape(self.summary())}</pre>{tables}"
 
 
 def bars(histogram: Histogram, width: int = 40) -> str:
-    """A histogram by exponent or code as lines of text, without empty bins on both sides.
+    """Draw a histogram as lines of text, without the empty bins at either side.
 
     >>> print(float8lab.inspect.bars(float8lab.quantize(torch.ones(3)).histogram("exponent")))
     2^8 ######################################## 3
@@ -141,9 +141,9 @@ def bars(histogram: Histogram, width: int = 40) -> str:
 
 
 def summary(x: Tensor) -> str:
-    """Statistics and the histogram of exponents as text, without any library.
+    """Return statistics and the histogram of exponents as text, which takes no extra package.
 
-    For a DTensor, they are of this rank's shard.
+    For a DTensor, the text describes this rank's shard.
     """
     statistics = stats(x, local=True)
     drawn = bars(statistics.histogram("exponent"))
@@ -152,9 +152,9 @@ def summary(x: Tensor) -> str:
 
 @Float8Tensor._add_view
 def table(x: Tensor) -> Grid:
-    """A table of statistics, and the histogram of exponents; ``rich.print`` shows it in color.
+    """Return a table of statistics with a histogram; ``rich.print`` shows it in color.
 
-    For a DTensor, they are of this rank's shard.
+    The histogram is of exponents. For a DTensor, the table describes this rank's shard.
     """
     statistics = stats(x, local=True)
     rows, drawn = statistics.rows(), bars(statistics.histogram("exponent"))
@@ -172,7 +172,7 @@ def _trimmed(histogram: Histogram) -> list[tuple[str, int]]:
 
 
 def bytes_text(size: int) -> str:
-    """Bytes in a decimal unit.
+    """Format a number of bytes in a decimal unit.
 
     >>> from float8lab.inspect.text import bytes_text
     >>> bytes_text(0), bytes_text(999), bytes_text(123_456), bytes_text(2_500_000_000)

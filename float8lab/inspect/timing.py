@@ -1,4 +1,4 @@
-"""The time that a call takes on a GPU, and on the CPU that drives it."""
+"""Measure the time that a call takes on a GPU, and on the CPU that drives the GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CudaTimer", "Timer", "Times", "sleep_rate"]
 _WARM_UP = 3
 _SAMPLES = 15
 _FLUSH_BYTES = 256 << 20
-"""More than any L2 cache holds."""
+"""Bytes that are overwritten to flush the L2 cache: more than any L2 cache holds."""
 
 
 class Times(NamedTuple):
@@ -25,8 +25,8 @@ class Times(NamedTuple):
 
 
 Timer = Callable[[Callable[[], object]], Times]
-"""A function by which ``advise`` measures the GPU and CPU seconds of one call of another, each as
-if the other took none."""
+"""A function that runs the function it is given, and returns the GPU seconds and the CPU seconds of
+one call, each as if the other processor took no time."""
 
 
 class CudaTimer:
@@ -34,8 +34,8 @@ class CudaTimer:
 
     GPU time is measured between two events, from a cold L2, behind a backlog that gives the CPU
     time to queue the whole call. CPU time is measured until the call returns, with nothing to wait
-    for. Both are medians. A call of more launches than the GPU's queue holds (1024) waits for it:
-    then both are the longer of the two, and so is a step.
+    for. Both are medians. A call of more launches than the GPU's queue holds (1024) waits for the
+    GPU: then both times are the longer of the two, as is the time of a step of training.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class CudaTimer:
             for _ in range(_WARM_UP):
                 fn()
             cpu = statistics.median(_enqueue_seconds(fn) for _ in range(_SAMPLES))
-            # Twice what the CPU takes, and 0.2 ms for the flush and what else comes between.
+            # The backlog lasts twice the CPU time, plus 0.2 ms for the flush and other overhead.
             backlog = int(self._cycles_per_second * (2 * cpu + 2e-4))
             return Times(statistics.median(self._gpu(fn, backlog) for _ in range(_SAMPLES)), cpu)
 
@@ -69,7 +69,7 @@ def _enqueue_seconds(fn: Callable[[], object]) -> float:
 
 
 def sleep_rate() -> float:
-    """Cycles of ``torch.cuda._sleep`` in a second."""
+    """Measure how many cycles ``torch.cuda._sleep`` waits in a second."""
     cycles = 10_000_000
     torch.cuda._sleep(1)
     return cycles / _seconds_between_events(lambda: torch.cuda._sleep(cycles))

@@ -1,4 +1,4 @@
-"""The HTML file of a watched run: template, styles, script, chart library and data in one."""
+"""Write a watched run as one HTML file with its styles, scripts, chart library and data."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def report(
 
     The page begins with the verdict of ``diagnose``. It shows heat maps of underflow, saturation,
     SQNR and more by layer and step, the layers that lose most, each layer's curves and histograms,
-    the loss, the recipe and the conversion report. The file needs no network and no other file; its
-    charts are drawn by plotly, of which it holds a copy (4.8 MB). A long run is thinned as the page
-    then says: see ``docs/report.md``.
+    the loss, the recipe and the conversion report. The file needs no network and no other file; it
+    holds a copy of plotly (4.8 MB), which draws the charts. The page of a long run leaves out data,
+    and then says so: see ``docs/report.md``.
 
     Args:
-        log: a log by ``float8lab.inspect.watch``. An empty one gives a page that says so.
-        path: the file to write; its folders are made, a file there is replaced by a whole one.
+        log: a log by ``float8lab.inspect.watch``. The page of an empty log says that it is empty.
+        path: the file to write, whose folders are made; an old page there is replaced at the end.
         title: title of the page.
-        baseline: the log of another run, as one in bfloat16: the page shows both losses, and
+        baseline: the log of another run, for example in bfloat16: the page shows both losses, and
             ``compare(baseline, log)``.
-        names: of the baseline and of this run; None for their recipes.
+        names: names of the baseline and of this run; None takes their recipes.
 
     Returns:
         ``path``.

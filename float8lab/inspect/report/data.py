@@ -1,10 +1,10 @@
-"""The data of a log's page: small JSON, and columns of float32 that the page decodes on demand.
+"""Encode a log for its page: small JSON, and columns of float32 that the page decodes on demand.
 
     {operand}-{field}                    [layers, cells] one field of every record; NaN: no record
     {operand}-exponents-{layer number}   [kept steps, exponents] counts of the histograms
 
-A cell is one recorded step, or several consecutive ones of a long run: then each field is the worst
-of them by itself.
+A cell is one recorded step or, in a long run, several consecutive ones: then each field of the cell
+is the worst value of that field in these steps.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from float8lab.inspect.watch.records import Log, Record, evenly_chosen
 __all__ = ["FIELDS", "MOST_CELLS", "MOST_COUNTS", "MOST_LOSSES", "embed", "losses"]
 
 MOST_CELLS = 1_000_000
-"""Layers times operands times cells of a page; a longer run has several steps in a cell."""
+"""Most layers x operands x cells on a page; a longer run has several steps in a cell."""
 MOST_COUNTS = 1_000_000
-"""Counts in the histograms of a page; a longer run keeps those of steps at even distances."""
+"""Most counts in a page's histograms; a longer run keeps those of evenly spaced steps."""
 MOST_LOSSES = 10_000
-"""Points of the loss curve, at even distances over the steps of a longer run."""
+"""Most points of the loss curve; a longer run keeps those of evenly spaced steps."""
 
 FIELDS: dict[str, Callable[[float, float], float]] = {
     name: min if name in ("scale_min", "sqnr") else max
@@ -43,15 +43,15 @@ def embed(log: Log) -> tuple[dict[str, object], dict[str, str]]:
     """Collect the data that the page of a log needs.
 
     Returns:
-        All that is small, valid JSON; and columns by name: float32, little-endian, compressed by
-        zlib, in base64.
+        The small data, which is valid as JSON; and columns by name, which are little-endian
+        float32, compressed by zlib, in base64.
     """
     layers = list(dict.fromkeys([*log.layers, *(record.layer for record in log.records)]))
     operand_names = {record.operand for record in log.records}
     usual = ("x", "w", "dy", "q", "k", "v")
     operands = [o for o in usual if o in operand_names] + sorted(operand_names.difference(usual))
     steps = sorted({record.step for record in log.records})
-    # How many steps share a cell.
+    # Each cell holds this many steps.
     stride = max(1, math.ceil(len(steps) * len(layers) * len(operands) / MOST_CELLS))
     firsts = steps[::stride]
     lasts = [steps[min(i + stride, len(steps)) - 1] for i in range(0, len(steps), stride)]
@@ -82,26 +82,26 @@ def _encode(values: array[float]) -> str:
 def _fields(
     records: Iterable[Record], layers: Sequence[str], operands: Sequence[str], firsts: Sequence[int]
 ) -> tuple[dict[str, str], dict[str, int]]:
-    """A column for each operand and field, and each layer's row in them."""
+    """Return a column for each operand and field, and the row of each layer in the columns."""
     rows = {layer: row for row, layer in enumerate(layers)}
     empty = array("f", [math.nan]) * (len(layers) * len(firsts))
     arrays = {(o, f): empty[:] for o in operands for f in FIELDS}
     for record in records:
-        at = rows[record.layer] * len(firsts) + bisect_right(firsts, record.step) - 1
+        index = rows[record.layer] * len(firsts) + bisect_right(firsts, record.step) - 1
         for name, worse in FIELDS.items():
             value, values = getattr(record, name), arrays[record.operand, name]
             if value is not None and not math.isnan(value):
-                old = values[at]
-                values[at] = value if math.isnan(old) else worse(old, value)
+                old = values[index]
+                values[index] = value if math.isnan(old) else worse(old, value)
     return {f"{o}-{f}": _encode(values) for (o, f), values in arrays.items()}, rows
 
 
 def _histograms(
     records: Iterable[Record], rows: dict[str, int], operands: int
 ) -> tuple[dict[str, object], dict[str, str]]:
-    """The steps whose histograms are kept, at most as many as a page holds, and the columns.
+    """Return the steps whose histograms are kept, with the range of exponents, and the columns.
 
-    ``low`` and ``high`` are the smallest and the largest exponent of the run.
+    The range, ``low`` to ``high``, is the smallest and the largest exponent of the run.
     """
     filled = [record for record in records if record.exponents]
     if not filled:
@@ -111,10 +111,10 @@ def _histograms(
     width = top - low + 1
     most = max(2, MOST_COUNTS // (len(rows) * operands * width))
     steps = evenly_chosen(sorted({record.step for record in filled}), most)
-    places = {step: at * width for at, step in enumerate(steps)}
+    starts = {step: i * width for i, step in enumerate(steps)}
     columns: dict[str, array[float]] = {}
     for record in filled:
-        if (start := places.get(record.step)) is None:
+        if (start := starts.get(record.step)) is None:
             continue
         name = f"{record.operand}-exponents-{rows[record.layer]}"
         counts = columns.setdefault(name, array("f", [math.nan]) * (len(steps) * width))
@@ -126,14 +126,14 @@ def _histograms(
 
 
 def losses(log: Log) -> dict[str, list[object]]:
-    """The loss of each step that has one, None where it is not finite."""
-    points_known = [(step.step, step.loss) for step in log.steps if step.loss is not None]
-    points = evenly_chosen(points_known, MOST_LOSSES)
+    """Return the loss of each step that has one, with None for a loss that is not finite."""
+    known_losses = [(step.step, step.loss) for step in log.steps if step.loss is not None]
+    points = evenly_chosen(known_losses, MOST_LOSSES)
     return {"steps": [s for s, _ in points], "values": finite([loss for _, loss in points])}
 
 
 def _gemms(log: Log, rows: dict[str, int]) -> dict[str, object]:
-    """The GEMMs that ran, as texts, and for each layer the steps from which on each text holds."""
+    """Return texts that list GEMMs, and for each layer the steps at which its text changes."""
     texts: dict[str, int] = {}
     changes: dict[int, list[list[int]]] = {}
     for step in log.steps:
@@ -155,10 +155,10 @@ RANKED = ("flushed", "saturated", "subnormal", "sqnr", "staleness", "amax", "sca
 def _summarize(
     records: Iterable[Record], rows: dict[str, int], operands: Sequence[str]
 ) -> list[dict[str, object]]:
-    """One row for each operand of each layer, over all its records.
+    """Summarize the records of each operand of each layer in one row.
 
-    ``[mean, worst, step of the worst]`` of each field in ``RANKED``, or None where no record has a
-    finite number; NaNs and infinities as ``[how many, in how many steps, the first step]``.
+    Each field in ``RANKED`` is ``[mean, worst, step of the worst]``, or None if no record has a
+    finite number; NaNs and infinities are ``[count, number of steps, first step]``.
     """
     groups: dict[tuple[int, int], list[Record]] = {}
     numbers = {operand: number for number, operand in enumerate(operands)}

@@ -1,7 +1,7 @@
-"""Watching a model's FP8 operands while it trains.
+"""Watch a model's FP8 operands while it trains.
 
-``float8lab.inspect.watch`` is the function of that name; this package's modules are imported by
-their own names, as in ``from float8lab.inspect.watch.records import Log``.
+The attribute ``float8lab.inspect.watch`` is the class ``watch``, not this package. Import modules
+of this package by name, as in ``from float8lab.inspect.watch.records import Log``.
 """
 
 from float8lab.inspect.watch.records import Log, Record, Step

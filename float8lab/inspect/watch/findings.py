@@ -1,4 +1,4 @@
-"""The findings in a watched run's records, which say what is wrong, and a verdict in a sentence."""
+"""Find what is wrong in a watched run's records, and sum it up in a verdict of one sentence."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from float8lab.inspect.watch.records import Log, Record, Step
 __all__ = ["Diagnosis", "Finding", "diagnose", "findings_of"]
 
 CLIPPED, STALE, FLUSHED, LEAST_SQNR = 1e-2, -4.0, 0.1, 15.0
-"""A share at the largest code under a scale that is too small; log2 of how much too large a scale
-may be; a share that became zero; dB, of which e5m2 alone costs all above 25."""
+"""Limits: the share at the largest code if a scale is too small; log2 of amax over the amax of a
+scale that is too large; the share that became zero; SQNR in dB (e5m2 by itself allows only 25)."""
 
 _ADVICE = {
     "not finite": "find the op that made it: float8lab.inspect.find_nan(model, *inputs)",
@@ -28,7 +28,7 @@ _ADVICE = {
     "noise": "Float8BlockScaling(), or this layer in high precision: overrides={name: None}",
     "high precision": "conversion_report(model) names what FP8 cannot take",
 }
-"""What to do about each kind of finding; the worst kind first."""
+"""Advice for each kind of finding, the worst kind first."""
 _KINDS = tuple(_ADVICE)
 
 
@@ -43,16 +43,16 @@ class Finding(NamedTuple):
     """``"not finite"``, ``"saturation"``, ``"stale scale"``, ``"underflow"``, ``"noise"``, or
     ``"high precision"`` of a GEMM that runs in FP8 in other layers."""
     value: float
-    """How many NaNs and infinities; a share of the elements; log2 of amax over the amax that the
-    scale was made for; dB; or how many GEMMs."""
+    """By ``kind``: the number of NaNs and infinities; a share of elements; log2 of amax over the amax
+    that the scale was made for; SQNR in dB; or the number of GEMMs."""
 
     @property
     def advice(self) -> str:
-        """Say what to do about it."""
+        """Advice on what to do about this finding."""
         return _ADVICE[self.kind]
 
     def shown(self) -> str:
-        """The value with its unit."""
+        """Return the value with its unit."""
         if self.kind in ("saturation", "underflow"):
             return f"{100 * self.value:.3g} %"
         if self.kind == "stale scale":
@@ -86,7 +86,7 @@ def _findings_of_record(record: Record) -> Iterator[Finding]:
 
 
 def _findings_of_step(step: Step) -> Iterator[Finding]:
-    """Yield GEMMs that ran in high precision, where those of their kind did not in other layers."""
+    """Yield GEMMs that ran in high precision although other layers run that kind in FP8."""
     in_fp8 = {kind for kinds in step.gemms.values() for kind in kinds if ", " not in kind}
     for layer, kinds in step.gemms.items():
         for kind, count in kinds.items():
@@ -100,13 +100,13 @@ class Diagnosis(Printed):
     """The result of ``diagnose``; ``print`` it for the verdict and a table."""
 
     findings: tuple[Finding, ...]
-    """The worst of each kind for each operand, the worst kinds first."""
+    """The worst finding of each kind for each operand, the worst kinds first."""
     steps: int
     """The number of watched steps."""
     operands: int
-    """The number of operands of layers."""
+    """The number of operands, counted by layer."""
     least_sqnr: float | None
-    """The least SQNR of all records in dB; None if none has one."""
+    """The lowest SQNR of all records in dB; None if no record has one."""
 
     @property
     def is_healthy(self) -> bool:
@@ -114,7 +114,7 @@ class Diagnosis(Printed):
         return not self.findings
 
     def summary(self) -> str:
-        """The verdict in a sentence."""
+        """Return the verdict in a sentence, and the three worst findings."""
         seen = f"{self.operands} operands in {self.steps} watched steps"
         if not self.operands:
             return "Nothing was watched: no layer cast anything to FP8."
@@ -127,13 +127,13 @@ class Diagnosis(Printed):
         return f"FP8 needs a look: of {seen}, {named}. The worst:\n{worst}"
 
     def tables(self, limit: int | None = 20) -> list[Grid]:
-        """A row for each finding."""
+        """Return a table with a row for each finding."""
         rows = [(f.layer, f.operand, f.kind, f.shown(), str(f.step)) for f in self.findings]
         columns = ("layer", "operand", "finding", "value", "step")
         return shown([Grid("Findings, the worst first", columns, rows)], limit)
 
     def to_json(self) -> dict[str, object]:
-        """The same for programs."""
+        """Return the diagnosis as dicts, lists, strings and numbers."""
         findings = [{**f._asdict(), "advice": f.advice} for f in self.findings]
         return {
             "healthy": self.is_healthy, "verdict": self.summary(), "steps": self.steps,
@@ -144,9 +144,9 @@ class Diagnosis(Printed):
 def diagnose(log: Log) -> Diagnosis:
     """Say whether FP8 is healthy in a watched run, and if not, where and what to do.
 
-    An operand is named if it had NaNs or infinities; if its scale was 16 times too large, or too
-    small with more than 1 % at the largest code; if more than 10 % became zero; and if its SQNR
-    was below 15 dB. A GEMM is named that ran in high precision where others of its kind did not.
+    An operand is a finding if it had NaNs or infinities; if its scale was 16 times too large, or
+    too small with more than 1 % of elements at the largest code; if more than 10 % became zero; or
+    if its SQNR was below 15 dB. So is a GEMM in high precision whose kind ran in FP8 elsewhere.
 
     Args:
         log: a log by ``float8lab.inspect.watch``.

@@ -1,7 +1,7 @@
-"""Measure the cast of one operand: sums and extremes on its device, and a ``Record`` later.
+"""Measure the cast of an operand: sums and extremes on its device first, and a ``Record`` later.
 
-A cast leaves few small tensors on its device, and nothing waits for them: those of a whole step are
-stacked when it is over, and take one transfer. Padding does not count.
+Each cast leaves a few small tensors on its device, and nothing waits for them. When a step is over,
+the tensors of all casts are stacked and fetched in one transfer. Padding does not count.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from float8lab.tensor.statistics import TensorStats
 __all__ = ["Measurement", "measure_cast", "measure_stored", "numbers_of", "record_of"]
 
 _SUMS = ("nonzero", "finite", "inf", "signal", "noise")
-"""Sums over a cast, which follow the 256 counts of its bytes: how many elements of the source are
-not zero, finite and not zero, and infinite; squares of the source and of the error."""
+"""Sums over a cast, stored after the 256 counts of its bytes: the numbers of source elements that
+are nonzero, finite and nonzero, and infinite; the sums of squares of the source and the error."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Measurement:
     stored: bool
     elements: int
     casts: list[tuple[Tensor, Tensor]]
-    """Of each cast of the operand the 256 counts and ``_SUMS``; and amax, scale_max, -scale_min."""
+    """For each cast: the 256 counts with ``_SUMS``, and ``[amax, scale_max, -scale_min]``."""
 
     def add(self, measurement: Measurement) -> None:
         """Add another cast of the same operand."""
@@ -50,8 +50,8 @@ def measure_cast(
 ) -> Measurement:
     """Measure the cast of ``x``, ``[M, K]`` in high precision.
 
-    ``q`` has no padding; the decode scales broadcast over the blocks of ``spec``, and are
-    ``delayed`` if they come from earlier steps.
+    ``q`` has no padding; ``scale`` has a decode scale for each block of ``spec``. ``delayed`` says
+    whether these scales come from earlier steps.
     """
     numbers = _numbers_of_cast(x, q, scale, spec.block)
     return Measurement(spec, delayed, False, q.numel(), [numbers])
@@ -60,14 +60,14 @@ def measure_cast(
 def _numbers_by_torch(
     x: Tensor, q: Tensor, scale: Tensor, block: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """The numbers of a cast, as in ``Measurement.casts``: float64, on its device."""
+    """Compute the numbers of a cast for ``Measurement.casts``, in float64 on its device."""
     size = x.abs()
-    inf = (size == math.inf).sum()  # isinf takes a kernel more
+    inf = (size == math.inf).sum()  # isinf takes one more kernel
     size.nan_to_num_(0.0, 0.0)
     value = q.to(torch.promote_types(x.dtype, torch.float32))
     value *= expand_scale(scale, block, q.shape)
     value.sub_(x).nan_to_num_(0.0, 0.0, 0.0)
-    # Norms sum in float64 without a copy in float64; that of order 0 counts what is not zero.
+    # A norm sums in float64 without a float64 copy; the norm of order 0 counts nonzero elements.
     norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
     sums = [norm(x, 0), norm(size, 0), inf, norm(size).square(), norm(value).square()]
     lowest, highest = scale.aminmax()
@@ -79,7 +79,7 @@ _numbers_of_cast = called_by_ops(_numbers_by_torch, cuda="measure:measure_cast")
 
 
 def measure_stored(x: Float8Tensor, master: Tensor | None) -> Measurement:
-    """Measure a tensor that is stored in FP8, against its master, or itself if that is unknown."""
+    """Measure a tensor stored in FP8 against its master, or against itself without a master."""
     if master is None:
         master = x.qdata.float() * expand_scale(x.scale, x.spec.block, x.qdata.shape)
     measurement = measure_cast(master, x.qdata, x.scale, x.spec, delayed=False)
@@ -88,7 +88,7 @@ def measure_stored(x: Float8Tensor, master: Tensor | None) -> Measurement:
 
 
 def _count_bytes(q: Tensor) -> Tensor:
-    """How many elements have each byte: 256 counts."""
+    """Count how many elements have each byte value, as 256 counts."""
     data = q.view(torch.uint8).reshape(-1)
     if not data.is_cuda:
         return torch.bincount(data, minlength=256)
@@ -97,7 +97,7 @@ def _count_bytes(q: Tensor) -> Tensor:
 
 
 def numbers_of(measurements: Sequence[Measurement]) -> list[list[list[float]]]:
-    """The numbers of each cast of each measurement, by one transfer from each device."""
+    """Fetch the numbers of each cast of each measurement, by one transfer from each device."""
     rows: dict[int, list[float]] = {}
     casts = [cast for measurement in measurements for cast in measurement.casts]
     for device in {cast[0].device for cast in casts}:
@@ -112,7 +112,7 @@ def record_of(
     measurement: Measurement, numbers: Sequence[Sequence[float]], *, step: int, layer: str,
     operand: str,
 ) -> Record:  # fmt: skip
-    """The record of one measurement, given the numbers of its casts on the host."""
+    """Make the record of one measurement from the numbers of its casts on the host."""
     spec = measurement.spec
     totals = numbers[0] if len(numbers) == 1 else [*map(sum, zip(*numbers, strict=True))]
     sums = dict(zip(_SUMS, totals[256:], strict=False))
@@ -122,7 +122,7 @@ def record_of(
         shape=(measurement.elements,), dtype=torch.float32, spec=spec, amax=max(amaxes),
         scale_min=-max(negated), scale_max=max(scale_maxima), codes=tuple(map(int, totals[:256])),
     )  # fmt: skip
-    # A scale per tensor holds up to this; under another one nothing lies beyond.
+    # A per-tensor scale clips values beyond this; with block scales no value is beyond it.
     limits = [scale * spec.largest() for scale in scale_maxima]
     overshoot = max(
         (a / limit for a, limit in zip(amaxes, limits, strict=True) if limit), default=0.0

@@ -1,10 +1,10 @@
 """The log of a watched training run: plain data, which views and reports read.
 
-It knows no model and no tensor, so that a log written by one process can be read by another.
+The log holds no model and no tensor, so that another process can read it from a file.
 
-As JSONL each line is an object with one key: ``"log"`` with the fields of a ``Log`` that are not
-lists of steps or records (the last one counts), ``"step"`` or ``"record"``. Numbers that are not
-finite are the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which JSON has no numbers for.
+Each line of its JSONL file is an object with one key: ``"log"``, ``"step"`` or ``"record"``. A
+``"log"`` has the fields of a ``Log`` besides steps and records; the last such line counts. Numbers
+that are not finite are the strings ``"nan"``, ``"inf"`` and ``"-inf"``, since JSON lacks them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Record:
-    """One operand of one layer in one step. Shares are parts of the elements."""
+    """One operand of one layer in one step. A share is a fraction of the elements."""
 
     step: int
     layer: str
@@ -38,22 +38,22 @@ class Record:
     """Largest magnitude before the cast."""
     scale_min: float
     scale_max: float
-    """Range of the decode scales; one scale has min == max."""
+    """Range of the decode scales; the two are equal if there is a single scale."""
     saturated: float
-    """Share at the largest finite code."""
+    """Share of elements at the largest finite code."""
     flushed: float
-    """Share that became zero and was not."""
+    """Share of nonzero elements that the cast made zero."""
     subnormal: float
     """Share of subnormal numbers."""
     nan: int
     inf: int
     """NaNs and infinities before the cast."""
     sqnr: float | None
-    """Signal-to-quantization-noise ratio in dB, against the values before the cast; None where all
-    are exact or none is finite."""
+    """Signal-to-quantization-noise ratio in dB, against the values before the cast; None if all are
+    exact, or if none is finite."""
     staleness: float | None
-    """log2 of amax over the amax that the scale was made for: above 0 the cast clipped. None where
-    the scale is that of the values themselves."""
+    """log2 of amax over the amax that the scale was made for: above 0 the cast clipped. None if the
+    scale was computed from the values themselves."""
     elements: int
     exponents: dict[int, int] = field(default_factory=dict)
     """How many nonzero finite elements have each exponent, floor(log2(|code|))."""
@@ -80,11 +80,11 @@ class Log:
     """Everything that a watch recorded, in the order of the steps."""
 
     recipe: str = ""
-    """The recipe, as it prints."""
+    """The recipe as text."""
     conversion: str = ""
-    """The ``conversion_report`` of the model, as it prints; empty if it was not converted."""
+    """The ``conversion_report`` of the model as text; empty if the model was not converted."""
     about: dict[str, str] = field(default_factory=dict)
-    """Versions, the device, the number of parameters and the like, to be shown as they are."""
+    """Versions, the device, the number of parameters and other facts for display."""
     layers: list[str] = field(default_factory=list)
     """The layers' names, in the model's order."""
     steps: list[Step] = field(default_factory=list)
@@ -92,20 +92,20 @@ class Log:
     followers: list[Callable[[Sequence[Record], Sequence[Step]], object]] = field(
         default_factory=list, compare=False
     )
-    """Functions that a running watch calls with the records and steps that it adds."""
+    """Functions that a running watch calls with the records and steps that it adds to the log."""
 
     def __repr__(self) -> str:
         return f"<Log of {len(self.steps)} steps, {len(self.records)} records, {self.recipe}>"
 
     def to_jsonl(self, path: str | PathLike[str]) -> None:
-        """Write everything to a file; one that is there is replaced by a whole one."""
+        """Write the whole log to a file; an existing file is replaced when all is written."""
         check_path("path", path)
         with replacing(Path(path)) as partial, partial.open("w", encoding="ascii") as file:
             file.writelines(self.lines())
 
     def lines(self, steps: int = 0, records: int = 0) -> Iterator[str]:
-        """Yield the lines of a JSONL file, without so many steps and records from the start."""
-        if self.records[records:] or not (steps or records):  # else nothing of it has changed
+        """Yield the lines of a JSONL file, without the first ``steps`` and ``records``."""
+        if self.records[records:] or not (steps or records):  # else the "log" line has not changed
             head = {"recipe": self.recipe, "conversion": self.conversion}
             yield _line("log", {**head, "about": self.about, "layers": self.layers})
         for record in self.records[records:]:
@@ -117,13 +117,13 @@ class Log:
     def from_jsonl(cls, path: str | PathLike[str]) -> Log:
         """Read a log that ``to_jsonl`` or ``watch(..., jsonl=path)`` has written.
 
-        A last line that was not written to its end, by a process that was killed, is left out.
+        A last line that is incomplete, since its process was killed, is ignored.
 
         Raises:
-            ValueError: another line is not one of a log.
+            ValueError: a line other than the last is not a line of a log.
         """
         log = cls()
-        steps: dict[int, Step] = {}  # one may be written twice, when its loss is known
+        steps: dict[int, Step] = {}  # a step is written twice if its loss is known later
         lines = Path(path).read_text(encoding="ascii").split("\n")
         for number, line in enumerate(lines, start=1):
             if not line:
@@ -151,7 +151,7 @@ class Log:
 
 
 def evenly_chosen(values: Sequence[_T], most: int) -> Sequence[_T]:
-    """At most ``most`` of the values, at even distances, the first and the last among them."""
+    """Choose at most ``most`` values at even distances, with the first and the last of them."""
     if len(values) <= most:
         return values
     return [values[i * (len(values) - 1) // (most - 1)] for i in range(most)]

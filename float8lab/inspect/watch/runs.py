@@ -1,4 +1,4 @@
-"""Two watched runs side by side: their losses, and each operand of each layer."""
+"""Compare two watched runs: their losses, and each operand of each layer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Quality(NamedTuple):
     """The quality of an operand over all watched steps of a run."""
 
     sqnr: float | None
-    """The least, in dB; None where no record has one."""
+    """The lowest SQNR in dB; None if no record has one."""
     flushed: float
-    """The largest share that became zero."""
+    """The largest share of elements that became zero."""
     saturated: float
-    """The largest share at the largest code."""
+    """The largest share of elements at the largest code."""
     nonfinite: int
-    """How many NaNs and infinities."""
+    """The number of NaNs and infinities."""
 
 
 class OperandOfRuns(NamedTuple):
-    """An operand of a layer in both runs; None in the one that does not have it."""
+    """An operand's quality in both runs; a run without this operand has None."""
 
     layer: str
     operand: str
@@ -40,20 +40,20 @@ class OperandOfRuns(NamedTuple):
 
     @property
     def sqnr_gain(self) -> float:
-        """How much better b is, in dB; 0 where one of the two has no SQNR."""
+        """How much higher the SQNR of b is, in dB; 0 if one run has no SQNR."""
         sqnrs = [q.sqnr for q in (self.a, self.b) if q is not None and q.sqnr is not None]
         return sqnrs[1] - sqnrs[0] if len(sqnrs) == 2 else 0.0
 
 
 @dataclass(frozen=True, repr=False)
 class RunComparison(Printed):
-    """Two runs side by side; ``print`` it for tables."""
+    """The comparison of two runs, a and b; ``print`` it for tables."""
 
     names: tuple[str, str]
     losses: tuple[tuple[int, float, float], ...]
-    """Step, and the loss of each run, where both have one."""
+    """Step, loss of a and loss of b, for the steps that have a loss in both runs."""
     operands: tuple[OperandOfRuns, ...]
-    """Those whose SQNR differs most come first."""
+    """The operands, those whose SQNR differs most first."""
 
     @property
     def gap(self) -> float | None:
@@ -63,7 +63,7 @@ class RunComparison(Printed):
         return sum(b for _, _, b in last) / base - 1 if last and base else None
 
     def summary(self) -> str:
-        """The runs, the gap of their losses, and where b is better or worse."""
+        """Return the runs, the gap of their losses, and how many operands are better or worse."""
         a, b = self.names
         losses = "no step has a loss in both"
         if (gap := self.gap) is not None:
@@ -80,7 +80,7 @@ class RunComparison(Printed):
         return f"a: {a}\nb: {b}\n{losses}\n{operands}"
 
     def tables(self, limit: int | None = 20) -> list[Grid]:
-        """Losses at steps of even distances, and a row for each operand."""
+        """Return a table of losses at evenly spaced steps, and a table of operands."""
         check_size("limit", limit, optional=True)
         chosen = evenly_chosen(self.losses, 10)
         losses = [(str(s), f"{a:.4f}", f"{b:.4f}", _percent(a, b)) for s, a, b in chosen]
@@ -101,7 +101,7 @@ class RunComparison(Printed):
         return [grid for grid in grids if grid.rows]
 
     def to_json(self) -> dict[str, object]:
-        """The same for ``json.dumps``, with None for numbers that are not finite."""
+        """Return the comparison for ``json.dumps``, with None for numbers that are not finite."""
         operands = [
             {**o._asdict(), "a": o.a and o.a._asdict(), "b": o.b and o.b._asdict()}
             for o in self.operands
@@ -112,7 +112,7 @@ class RunComparison(Printed):
 
 
 def check_names_of_runs(names: object) -> None:
-    """Check for the names of two runs, or None."""
+    """Check that ``names`` are the names of two runs, or None."""
     if names is not None and len(check_names("names", names)) != 2:
         raise ValueError(f"names must be those of both runs; got {shown(names)}. Give two strings.")
 
@@ -128,17 +128,17 @@ def compare(
     local: bool = False,
     names: tuple[str, str] | None = None,
 ) -> statistics.Comparison | RunComparison:
-    """Measure how far an FP8 tensor is from its original; or set two watched runs side by side.
+    """Measure the error of an FP8 tensor against its original, or compare two watched runs.
 
-    Runs are compared step by step and operand by operand: those of bfloat16 and FP8, of two
-    recipes, or of one before and after a change. Layers are told by their names. A run without FP8
-    has losses alone: ``Log(steps=[Step(0, loss=2.5), ...])``.
+    Runs are compared step by step and operand by operand: for example bfloat16 with FP8, one recipe
+    with another, or a run before and after a change. Layers are matched by name. A run without FP8
+    has only losses: ``Log(steps=[Step(0, loss=2.5), ...])``.
 
     Args:
-        x: a Float8Tensor, or the log of the first run by ``float8lab.inspect.watch``, "a".
-        original: the tensor that x was made of; or the log of the second run, "b".
-        local: of tensors, as in ``stats``, whose errors are these.
-        names: of the runs; None for their recipes.
+        x: a Float8Tensor; or the log of the first run, "a", by ``float8lab.inspect.watch``.
+        original: the tensor that was quantized to x; or the log of the second run, "b".
+        local: for tensors, as in ``stats``, which also says what errors are raised.
+        names: names of the two runs; None takes their recipes.
 
     >>> x = torch.tensor([1.0, 1.03125])
     >>> float8lab.inspect.compare(float8lab.quantize(x, scale=1.0), x).max_error
@@ -166,7 +166,7 @@ def compare(
 
 
 def _qualities(records: Iterable[Record]) -> dict[tuple[str, str], Quality]:
-    """The quality of each operand, by layer and operand."""
+    """Compute the quality of each operand, by layer and operand."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         groups.setdefault((record.layer, record.operand), []).append(record)

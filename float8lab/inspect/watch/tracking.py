@@ -1,4 +1,4 @@
-"""track: send a watched run's statistics and alerts to where a team looks at its runs."""
+"""track: send a watched run's statistics and alerts to an experiment tracker."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SCALARS = {
     "underflow": "flushed", "saturation": "saturated", "subnormal": "subnormal", "sqnr": "sqnr",
     "amax": "amax", "scale": "scale_max", "staleness": "staleness", "nan": "nan", "inf": "inf",
 }  # fmt: skip
-"""The last part of each name, and the field of a ``Record`` that it has."""
+"""The last part of each metric's name, and the field of a ``Record`` that is its value."""
 _PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 _MOST_METRICS = 1000
-"""Metrics that MLflow takes in one request."""
+"""The number of metrics that MLflow takes in one request."""
 
 SendMetrics = Callable[[dict[str, float], int], object]
 SendAlert = Callable[[str, int], object]
@@ -34,7 +34,7 @@ SendAlert = Callable[[str, int], object]
 
 @runtime_checkable
 class TensorBoardWriter(Protocol):
-    """A ``SummaryWriter``, as far as ``track`` calls it."""
+    """The methods of a ``SummaryWriter`` that ``track`` calls."""
 
     def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
 
@@ -49,25 +49,25 @@ Destination = str | Path | TensorBoardWriter | SendMetrics
 def track(log: Log, to: Destination, *, every: int = 100) -> None:
     """Send the statistics of a watched run, and its alerts, to an experiment tracker.
 
-    What the log has is sent at once, and what a running ``watch`` adds to it, as it is added. A
-    name has the layer in it, the operand (``input``, ``weight``, ``gradient``; ``queries``,
-    ``keys``, ``values``) and the quantity: ``float8/layers.0.mlp.up/input/underflow``; characters
-    that a tracker refuses are ``_``. ``float8/alerts`` counts the findings of a step, and
-    ``float8/<layer>/<operand>/alerts`` those of an operand. New findings are sent as text, too: in
-    TensorBoard and in MLflow's artifacts as ``float8/alerts``, in W&B as alerts of the run.
+    The content of the log is sent at once, and what a running ``watch`` adds is sent as it is
+    added. A metric's name has the layer, the operand (``input``, ``weight``, ``gradient``;
+    ``queries``, ``keys``, ``values``) and the quantity: ``float8/layers.0.mlp.up/input/underflow``.
+    Characters that a tracker refuses become ``_``. ``float8/alerts`` counts the findings of a step,
+    and ``float8/<layer>/<operand>/alerts`` those of an operand. New findings are also sent as text:
+    as ``float8/alerts`` to TensorBoard and MLflow's artifacts, to W&B as alerts of the run.
 
-    In a job of several ranks, call it on the one that logs.
+    In a job of several ranks, call this function on the rank that logs.
 
     Args:
         log: ``watch(...).log``, or a log that was read from a file.
         to: ``"tensorboard"``, which writes to the folder ``runs``, the ``Path`` of another folder,
             or a ``SummaryWriter``; ``"wandb"`` or ``"mlflow"``, whose active run is meant; or a
             function of the numbers by name, and of the step: ``to(metrics, step)``.
-        every: send the statistics of one step of every so many; alerts are sent of all.
+        every: send statistics at most once in this many steps; alerts of all steps are sent.
 
     Raises:
         ModuleNotFoundError: the tracker is not installed.
-        RuntimeError: ``"wandb"`` without an active run.
+        RuntimeError: ``to`` is ``"wandb"`` and W&B has no active run.
 
     >>> layer = float8lab.convert_to_float8(torch.nn.Linear(32, 32))
     >>> seen = {}
@@ -86,13 +86,13 @@ def track(log: Log, to: Destination, *, every: int = 100) -> None:
 
 @dataclass
 class _Tracker:
-    """Sends what it is called with."""
+    """A follower of a log, which sends the records and findings that it is called with."""
 
     send_metrics: SendMetrics
     send_alert: SendAlert
     interval: int
     due: int = 0
-    """The first step whose statistics are sent next."""
+    """Statistics are sent next for the first step with at least this number."""
     told: set[tuple[str, str, str]] = field(default_factory=set)
     """Layer, operand and kind of the findings that were sent as text."""
 
@@ -127,8 +127,8 @@ def _statistics(records: Sequence[Record]) -> dict[str, float]:
     return metrics
 
 
-def _name(of: Record | Finding, quantity: str) -> str:
-    words = of.layer.strip("()"), _OPERANDS.get(of.operand, of.operand), quantity
+def _name(source: Record | Finding, quantity: str) -> str:
+    words = source.layer.strip("()"), _OPERANDS.get(source.operand, source.operand), quantity
     return "/".join(["float8", *(re.sub(r"[^\w.-]", "_", word) for word in words)])
 
 
@@ -161,7 +161,7 @@ def _wandb(package: Any) -> tuple[SendMetrics, SendAlert]:
         raise RuntimeError(
             "to must be 'wandb' in an active run; got none. Call wandb.init(...) before."
         )
-    # The steps of the watch, whatever steps the program's own calls of log count.
+    # Plot against the steps of the watch; other calls of log in the program may count otherwise.
     run.define_metric("float8/step")
     run.define_metric("float8/*", step_metric="float8/step")
     return (

@@ -2,7 +2,7 @@
 
 The functions of ``float8lab/nn`` show each cast and each GEMM to ``PROCESS.observer``, which is
 None unless a step is being watched. Nothing is attached to the model and no op is wrapped. A
-compiled graph shows nothing, so watched steps run what is compiled uncompiled.
+compiled graph shows no casts, so compiled code runs uncompiled in watched steps.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from float8lab.tensor.dtensor import local_of
 __all__ = ["Layers", "watch"]
 
 _OPERANDS = {X: "x", W: "w", DY: "dy"}
-_OF_ATTENTION = {Q: "q", K: "k", V: "v"}
+_ATTENTION_OPERANDS = {Q: "q", K: "k", V: "v"}
 
 Layers = str | Sequence[str] | Callable[[str], bool]
 
@@ -60,41 +60,39 @@ Layers = str | Sequence[str] | Callable[[str], bool]
 class watch:
     """Record the operands that each FP8 layer of a model casts inside the ``with`` block.
 
-    The log has, for x, w and dy of each layer, and for q, k and v of attention in FP8, in each
-    watched step: amax, scales, shares of elements that saturated, became subnormal or zero, SQNR,
-    staleness of a delayed scale, NaNs and infinities. It also has how many GEMMs of linear layers
-    ran. Several casts of one operand in a step, as in gradient accumulation, are taken together. A
-    recomputation by activation checkpointing is no cast of its own. Layers in ``eval`` mode are
-    left out of the watch of a model that is in training mode.
+    For x, w and dy of each layer, and for q, k and v of attention in FP8, the log has the following
+    for each watched step: amax, scales, shares of elements that saturated, became subnormal or
+    zero, SQNR, staleness of a delayed scale, NaNs and infinities. It also counts the GEMMs of
+    linear layers. Several casts of one operand in a step, as in gradient accumulation, make one
+    record. A recomputation by activation checkpointing does not count as a cast. If the model is in
+    training mode, its layers in ``eval`` mode are not watched.
 
-    A step is over when ``w.step(loss)`` is called; until the first such call, after each
-    ``step`` of the optimizer that has parameters of the model. What is left at the end of the block
-    is a step as well.
-
-    Code that ``torch.compile`` has compiled runs uncompiled in watched steps, and as it was
-    compiled in the others. Code that ``torch.cuda.graph`` has captured cannot be seen.
+    A step ends when ``w.step(loss)`` is called. Until the first such call, it ends after each
+    ``step`` of the optimizer that has parameters of the model. Casts after the last end of a step
+    make a step as well. Code that ``torch.compile`` has compiled runs uncompiled in watched steps,
+    and compiled in other steps. Code that ``torch.cuda.graph`` has captured cannot be seen.
 
     Args:
-        model: any module, compiled ones too.
-        every: watch one step of every so many, beginning with the first. In the steps between
-            nothing is measured.
-        layers: which layers: a pattern or several, each one or more components of the qualified
-            name or a glob, as in ``convert_to_float8``; or a function of the name. None is all.
-            The GEMMs of a ``LayerNormMLP`` are layers of their own, called ``fc1`` and ``fc2``.
-        jsonl: file that each finished step is appended to. What it held before is lost. In a
+        model: any module; it may be compiled.
+        every: watch every so many steps, beginning with the first. Nothing is measured in the
+            steps between them.
+        layers: which layers to watch: one or several patterns, each one or more components of the
+            qualified name or a glob, as in ``convert_to_float8``; or a function of the name. None
+            means all. The GEMMs of a ``LayerNormMLP`` are separate layers, ``fc1`` and ``fc2``.
+        jsonl: file that each finished step is appended to. An existing file is emptied first. In a
             job of several ranks the name must have ``{rank}`` in it.
         masters: ``masters`` of a ``MasterWeights``: weights stored in FP8 are compared with these.
-        warn: warn of what is new among ``alerts`` in a step.
-        start: number of the first step, of a run that is resumed.
+        warn: warn of those ``alerts`` of a step that are new.
+        start: number of the first step, for a run that is resumed.
 
     Attributes:
         log: the records so far, with the model's ``conversion_report`` if it was converted.
-        alerts: what is wrong so far, by the rules of ``float8lab.inspect.diagnose``: step, layer,
-            operand, kind, value and advice of each.
+        alerts: the findings so far, by the rules of ``float8lab.inspect.diagnose``, each with its
+            step, layer, operand, kind, value and advice.
 
     Raises:
-        ValueError: ``every`` is below 1; no layer that can run in FP8 is meant; ``jsonl`` is one
-            file for several ranks.
+        ValueError: ``every`` is below 1; ``layers`` selects no layer that can run in FP8; ``jsonl``
+            is one file for several ranks.
         RuntimeError: another watch is active.
 
     >>> layer = float8lab.convert_to_float8(torch.nn.Linear(32, 32))
@@ -145,7 +143,7 @@ class watch:
             )
         self.log = Log(
             conversion=str(conversion_report(model)) if was_converted(model) else "",
-            about=_about(self._model), layers=self._listed(),
+            about=_about(self._model), layers=self._listed_layers(),
         )  # fmt: skip
         self.alerts: list[Finding] = []
         self._recipes: dict[Recipe, None] = {}
@@ -153,10 +151,10 @@ class watch:
         self._gemms: dict[str, dict[str, int]] = {}
         self._losses: list[tuple[int, Tensor]] = []
         self._step = arguments.check_size("start", start)
-        self._ended: int | None = None  # the last step that the optimizer has ended
+        self._ended: int | None = None  # the last step that a step of the optimizer ended
         self._counts_by_optimizer = True
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        self._active = contextlib.ExitStack()  # a step is watched
+        self._active = contextlib.ExitStack()  # closes when a watched step ends
         self._handle: RemovableHandle | None = None
 
     # The block and its steps.
@@ -179,7 +177,7 @@ class watch:
             self._handle.remove()
         self._handle = None
         self._active.close()
-        # After an error of the GPU nothing can be fetched from it; that error is the one to see.
+        # After an error of the GPU nothing can be fetched from it; let that error propagate.
         unless_failed = contextlib.suppress(RuntimeError) if exc_type else contextlib.nullcontext()
         with unless_failed:
             if self._seen or self._gemms or self._losses:
@@ -189,16 +187,16 @@ class watch:
             self._file = None
 
     def step(self, loss: float | Tensor | None = None) -> None:
-        """End a training step; call it once in each, at any point after ``backward``.
+        """End a training step; call this once in each step, at any point after ``backward``.
 
-        From the first call on, the optimizer's steps do not count.
+        From the first call on, a step of the optimizer no longer ends a step of the watch.
 
         Args:
-            loss: a number or a tensor of one element, kept in the log also where the step is not
+            loss: a number or a tensor of one element; the log keeps it even if the step is not
                 watched.
 
         Raises:
-            RuntimeError: outside of the ``with`` block.
+            RuntimeError: the call is outside of the ``with`` block.
             TypeError: ``loss`` is no number.
         """
         if self._handle is None:
@@ -206,7 +204,7 @@ class watch:
                 "watch must be active for step(); got a call outside of its with block. Call it "
                 "inside."
             )
-        # A number of any value: a log shows a loss that has diverged.
+        # Any value is accepted, also NaN: a log shows a loss that has diverged.
         single = not isinstance(loss, Tensor) or (loss.numel() == 1 and not loss.is_complex())
         is_number = hasattr(type(loss), "__float__") and single and not isinstance(loss, bool)
         if loss is not None and not is_number:
@@ -216,7 +214,7 @@ class watch:
             )
         if self._counts_by_optimizer:
             self._counts_by_optimizer = False
-            if self._ended is not None:  # this very step: the optimizer's came first
+            if self._ended is not None:  # the optimizer has already ended this step
                 self._keep_loss(self._ended, loss)
                 return
         self._end_step(loss)
@@ -257,7 +255,7 @@ class watch:
         self._begin_step()
 
     def _find_layers(self) -> None:
-        """Find layers by their precision state, and masters, also those that are new or moved."""
+        """Find the layers' current precision states, and the current addresses of the masters."""
         self._masters_by_address = {
             parameter.qdata.data_ptr(): master
             for parameter, master in self._masters.items()
@@ -275,8 +273,8 @@ class watch:
             if isinstance(local, MasterShard):
                 self._gathers[precision] = local.weight
 
-    def _listed(self) -> list[str]:
-        """Names of the layers; attention is only listed once it was seen in FP8."""
+    def _listed_layers(self) -> list[str]:
+        """Return the layers' names; attention is listed only after it was seen in FP8."""
         return [
             name
             for precision, name in self._names.items()
@@ -288,11 +286,11 @@ class watch:
     def saw_cast(
         self, x: Tensor | Prologue, operand: Operand, spec: Float8Spec, index: int, call: Call
     ) -> None:
-        """Record that ``x``, of the sizes before padding, was cast to ``operand``."""
+        """Record that ``x``, whose sizes are those before padding, was cast to ``operand``."""
         owner = self._owner_of(call)
         if owner is None or (operand[0].is_cuda and capturing()):
             return
-        # Checkpointing that selects ops by a mode must not take these for ops of the forward.
+        # Selective checkpointing, which is a mode, must not see these ops as ops of the forward.
         with torch.no_grad(), _disable_current_modes():
             if (measurement := self._measure(x, operand, spec, call)) is None:
                 return
@@ -315,7 +313,7 @@ class watch:
         counts[kind] = counts.get(kind, 0) + 1
 
     def _owner_of(self, call: Call) -> Precision | None:
-        """The state of the layer that a call is of, if the layer is watched."""
+        """Return the precision state of the layer that made a call; None if it is not watched."""
         owner = call.precision
         watched = owner in self._names and self._modules[owner].training == self._training
         return owner if watched else None
@@ -349,7 +347,7 @@ class watch:
     # From measurements to the log.
 
     def _collect(self, loss: float | Tensor | None) -> None:
-        """Close the step and log its measurements, with one transfer from each device."""
+        """Log the measurements of the ended step, with one transfer from each device."""
         seen, self._seen = self._seen, {}
         gemms, self._gemms = self._gemms, {}
         order = {precision: i for i, precision in enumerate(self._names)}
@@ -359,9 +357,9 @@ class watch:
         for (precision, index, *_), measurement, numbers in zip(
             keys, measurements, measure.numbers_of(measurements), strict=True
         ):
-            of_attention = isinstance(precision, AttentionPrecision)
+            is_attention = isinstance(precision, AttentionPrecision)
             name = self._names[precision]
-            operand = (_OF_ATTENTION if of_attention else _OPERANDS)[index]
+            operand = (_ATTENTION_OPERANDS if is_attention else _OPERANDS)[index]
             record = measure.record_of(
                 measurement, numbers, step=self._step, layer=name, operand=operand
             )
@@ -374,7 +372,7 @@ class watch:
             self.log.steps.append(Step(self._step, _number(loss), in_order))
         self.log.recipe = "; ".join(map(repr, self._recipes))
         self._recorded.update(key[0] for key in keys)
-        self.log.layers = self._listed()
+        self.log.layers = self._listed_layers()
         self._write()
         records, steps = self.log.records[first:], [s for s in self.log.steps[-1:] if gemms]
         self._alert(findings_of(records, steps))
@@ -382,7 +380,7 @@ class watch:
             follow(records, steps)
 
     def _alert(self, findings: Sequence[Finding]) -> None:
-        """Add them to the alerts; warn, if asked to, of those that are new."""
+        """Add findings to the alerts; warn of those that are new if ``warn`` is set."""
         old = {(f.layer, f.operand, f.kind) for f in self.alerts}
         self.alerts += findings
         new = [f for f in findings if (f.layer, f.operand, f.kind) not in old]
@@ -391,9 +389,9 @@ class watch:
             warnings.warn(f"step {new[0].step}: {new[0]}{more}", UserWarning, stacklevel=4)
 
     def _keep_loss(self, step: int, loss: float | Tensor | None) -> None:
-        """Log the loss of a step; one on a GPU is fetched when a step is collected."""
+        """Log the loss of a step; a loss on a GPU is fetched when a step is collected."""
         if isinstance(loss, Tensor) and loss.is_cuda:
-            # It may be a CUDA graph's output, which the next replay overwrites.
+            # The loss may be the output of a CUDA graph, which the next replay overwrites.
             self._losses.append((step, loss.detach().clone()))
         elif loss is not None:
             self._log_loss(step, loss)
@@ -417,7 +415,7 @@ class watch:
     # Views.
 
     def table(self, step: int | None = None) -> Grid:
-        """A table of one step, by default the last one watched; ``rich.print`` shows it in color.
+        """Return a table of one step, by default the last watched; ``rich.print`` colors it.
 
         Raises:
             ValueError: the step was not watched.
@@ -439,7 +437,7 @@ class watch:
         return Grid(title, (*columns, "NaN", "inf", "GEMMs"), rows, alarming, self.log.recipe)
 
     def to_pandas(self) -> Any:
-        """A ``pandas.DataFrame`` with a row for each record, which has its step's loss.
+        """Return a ``pandas.DataFrame`` with a row for each record and its step's loss.
 
         Raises:
             ModuleNotFoundError: pandas is not installed.
@@ -459,7 +457,7 @@ class watch:
 def _rows_of(
     records: Sequence[Record], gemms: Mapping[str, Mapping[str, int]]
 ) -> list[tuple[str, ...]]:
-    """A row for each operand; a layer's name and GEMMs stand beside the first of its operands."""
+    """Return a row for each operand; the first row of a layer has its name and its GEMMs."""
     rows = []
     for layer, group in groupby(records, key=lambda record: record.layer):
         kinds = gemms.get(layer, {}).items()
@@ -493,7 +491,7 @@ def _number(loss: float | Tensor | None) -> float | None:
 
 
 def _measure_gathered(x: Float8Tensor, weight: ShardedWeight) -> measure.Measurement | None:
-    """Measure this rank's rows of a weight gathered in FP8 by FSDP2, against their originals."""
+    """Measure this rank's rows of a weight that FSDP2 gathered in FP8, against its shard."""
     shard = weight.shard()
     if shard is None or shard.numel() == 0:
         return None
@@ -509,7 +507,7 @@ def _measure_gathered(x: Float8Tensor, weight: ShardedWeight) -> measure.Measure
 
 
 def _in_fp8(kind: str, call: Call, a: Operand | None, b: Operand | None) -> bool:
-    """Whether a GEMM ran in FP8, and not on dequantized operands."""
+    """Return whether a GEMM ran in FP8, and not on dequantized operands."""
     if a is None or b is None:
         return False
     gemm = call.plan.gemms().get(kind, call.plan.fprop)
@@ -531,7 +529,7 @@ def _path_of_rank(path: str) -> Path:
 
 
 def _about(model: nn.Module) -> dict[str, str]:
-    """Facts about a run for its report, beside the numbers."""
+    """Collect facts about a run for the head of its report."""
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     rank, world = rank_and_size()
