@@ -1,16 +1,16 @@
 """Find whether FP8 pays, layer by layer and for a step.  M tokens, N out features, K in features.
 
-A *step* is a forward and a backward pass. The CPU queues what the GPU does, and works ahead of it,
-so a step takes all its GPU time or all its CPU time, whichever is more; the same holds for one
-layer alone.
+A *step* is a forward and a backward pass. The CPU queues the work of the GPU and runs ahead of it,
+so a step takes the sum of its GPU times or of its CPU times, whichever is more. The same holds for
+a single layer.
 
 The step is measured in high precision. Each *case*, which is a layer of one kind and size with one
-input, is measured alone, in high precision and in FP8. A case is measured on copies of the layer,
-all in one backward pass, since starting one costs as much CPU time as a layer. The step in FP8 is
-then predicted: its layers' times take the place of those in high precision, and the rest stays.
+kind of input, is measured separately, in high precision and in FP8. It is measured on copies of the
+layer with a single backward pass, since starting one costs as much CPU time as a layer. The step in
+FP8 is then predicted: its layers take their FP8 times, and the time outside of layers stays.
 
-Layers that are given the same input share its cast (``nn/casts.py``); the time that the
-second one saves by that is measured, too.
+Layers with the same input share its cast (``nn/casts.py``); the time that the second layer saves by
+this is measured, too.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = ["Advice", "LayerAdvice", "advise"]
 
 _COPIES = 8
 _COPIED_ELEMENTS = 2**28
-"""Most elements in all copies of a layer together; a large layer needs no copies, since its GPU
+"""Most elements in all copies of a layer together. A large layer needs no copies, since its GPU
 time exceeds its CPU time."""
 _MOST_TOKENS = 2**24
 _TIMES = ("high_gpu", "high_cpu", "quantize", "gemm", "cpu")
@@ -63,43 +63,43 @@ _TIMES = ("high_gpu", "high_cpu", "quantize", "gemm", "cpu")
 
 @dataclass(frozen=True)
 class LayerAdvice:
-    """Seconds of one layer in a step, forward and backward, and the bytes that FP8 saves there."""
+    """Seconds of one layer in a step, forward and backward, and the bytes that FP8 saves in it."""
 
     name: str
     M: int
     K: int
     N: int
-    """For an MLP, or experts, K and N are those of the first GEMM; times are of both GEMMs."""
+    """For an MLP or experts, K and N are those of the first GEMM; the times include both GEMMs."""
     calls: int
-    """Calls in one forward pass; the times are of all calls together."""
+    """The number of calls in a forward pass; the times are sums over all these calls."""
     high_gpu: float
     high_cpu: float
     """CPU time in high precision; ``high_gpu`` is the GPU time."""
     quantize: float
-    """GPU time in FP8 outside GEMMs: casts, and norm and activation of a fused module."""
+    """GPU time in FP8 outside GEMMs: casts, and the norm and activation of a fused module."""
     gemm: float
     cpu: float
     """CPU time in FP8."""
     break_even: int | None
-    """Tokens from which FP8 is faster, for this layer alone; None if it never is."""
+    """The number of tokens from which FP8 is faster for this layer; None if it never is."""
     saved: int
-    """Bytes by which FP8 lowers what is kept from forward to backward, with the bytes that FP8
-    weights add; negative where the input is kept in any case, for example by an activation
-    function."""
+    """Bytes by which FP8 lowers the memory that is kept from forward to backward, less the bytes
+    that FP8 weights add; it is negative if the input is kept in any case, for example by an
+    activation function."""
 
     @property
     def high(self) -> float:
-        """Seconds in high precision: the GPU's or the CPU's."""
+        """Seconds in high precision: GPU or CPU time, whichever is more."""
         return max(self.high_gpu, self.high_cpu)
 
     @property
     def fp8(self) -> float:
-        """Seconds in FP8: the GPU's or the CPU's."""
+        """Seconds in FP8: GPU or CPU time, whichever is more."""
         return max(self.quantize + self.gemm, self.cpu)
 
     @property
     def ratio(self) -> float:
-        """How many times faster FP8 is, for this layer alone."""
+        """How many times faster FP8 is for this layer."""
         return self.high / self.fp8 if self.fp8 else 1.0
 
 
@@ -108,14 +108,14 @@ class Advice(Printed):
     """The result of ``advise``; ``print`` it for a table.
 
     Attributes:
-        layers: in the model's order.
+        layers: the layers, in the model's order.
         recipe: the FP8 recipe that was compared with high precision.
-        measured: whether times are measured on this machine's GPU; else all are modelled.
+        measured: whether the times were measured on this machine's GPU; else they are modelled.
         device: the device that the times hold for.
-        step: predicted seconds of a step by ``"high precision"``, ``"FP8"`` and ``"advised"``,
-            which has those layers in FP8 that pay. Modelled ones are of the linear layers alone.
-        saved: bytes by which FP8 lowers what a step keeps from forward to backward.
-        overrides: for ``convert_to_float8``: None for the layers that do not pay.
+        step: predicted seconds of a step in ``"high precision"``, ``"FP8"`` and ``"advised"``,
+            where only layers that pay run in FP8. Modelled steps have linear layers only.
+        saved: bytes by which FP8 lowers the memory kept from forward to backward in a step.
+        overrides: ``overrides`` for ``convert_to_float8``, with None for layers that do not pay.
     """
 
     layers: tuple[LayerAdvice, ...]
@@ -127,7 +127,7 @@ class Advice(Printed):
     overrides: dict[str, Recipe | None]
 
     def to_json(self) -> str:
-        """Return the same as JSON text, in seconds and bytes."""
+        """Return the advice as JSON text, in seconds and bytes."""
         told = {
             "layers": [vars(layer) for layer in self.layers],
             "overrides": {name: repr(recipe) for name, recipe in self.overrides.items()},
@@ -135,7 +135,7 @@ class Advice(Printed):
         return json.dumps(vars(self) | told, default=repr)
 
     def summary(self) -> str:
-        """The predicted steps, and how many layers pay."""
+        """Return how many layers pay, and the predicted times of steps."""
         steps = ", ".join(f"{name} {1e3 * seconds:.3f} ms" for name, seconds in self.step.items())
         measured_part = "step" if self.measured else "linear layers of a step"
         in_fp8 = len(self.layers) - sum(r is None for r in self.overrides.values())
@@ -147,7 +147,7 @@ class Advice(Printed):
         )
 
     def tables(self, limit: int | None = 40) -> list[Grid]:
-        """A row for each layer."""
+        """Return a table with a row for each layer."""
         columns = ("M", "K", "N", "high ms", "CPU", "FP8 quantize", "GEMM", "CPU", "x", "pays from")
         rows = [
             (
@@ -171,28 +171,28 @@ def advise(
     exclude: Sequence[str] = (),
     mode: str = "eager",
 ) -> Advice:
-    """Say where FP8 pays, by times of this model on this GPU.
+    """Find where FP8 pays, by times of this model on this GPU.
 
-    On a CUDA device everything is measured: layers one by one, and steps with none and with all of
-    them in FP8, to which the layers' times are made to add up. Elsewhere, the meta device included,
+    On a CUDA device everything is measured: each layer, a step in high precision and a step with
+    all layers in FP8, to which the layers' FP8 times are scaled. On other devices, meta included,
     times are modelled for an H200 by the rates of ``recipes.Auto``, and the report says so. The
-    model is left as it was. What activation checkpointing recomputes is not counted as FP8.
+    model is left as it was. A recomputation by activation checkpointing is not counted as FP8.
 
     Args:
-        model: with whole parameters, on the device and in the dtype that it is to run in.
-        batch: an example, of the size of a real one: a tensor, or a tuple or dict of arguments.
+        model: a model with unsharded parameters, on the device and in the dtype it will run in.
+        batch: an example of the real size: a tensor, or a tuple or dict of arguments.
         recipe: None is ``Float8CurrentScaling()``, as in ``convert_to_float8``.
         loss_fn: ``loss_fn(model, batch)`` returns the loss; None takes the output's ``loss``, or
             the mean of its squares.
         filter_fn: as in ``convert_to_float8``.
         exclude: as in ``convert_to_float8``.
         mode: how the model will run, as in ``recipes.Auto``: ``"eager"``, in a ``"cuda_graph"``,
-            which takes no CPU time, or, modelled only, ``"compile"``.
+            which takes no CPU time, or, if times are modelled, also ``"compile"``.
 
     Raises:
-        ValueError: an unknown mode, or a recipe of which no speed is known where times are
-            modelled.
-        NotImplementedError: ``"compile"`` on a GPU; parameters that are sharded.
+        ValueError: an unknown mode, or, where times are modelled, a recipe whose speed is not
+            known.
+        NotImplementedError: ``"compile"`` on a GPU; sharded parameters.
 
     >>> with torch.device("meta"):
     ...     model = torch.nn.Sequential(torch.nn.Linear(8192, 8192, bias=False))
@@ -225,21 +225,21 @@ def advise_by(
     with on_trial(model, batch, loss_fn) as trial:
         trial.convert(filter_fn, exclude)
         calls, saved, saved_in_all = _look(trial, recipe)
-        made = [case for layer_cases in calls.values() for case in layer_cases]
+        all_cases = [case for layer_cases in calls.values() for case in layer_cases]
         beyond_layers = Times(0.0, 0.0)
         if timer is None:
-            cases = {case: _modelled(case, recipe, mode) for case in made}
+            cases = {case: _modelled(case, recipe, mode) for case in all_cases}
         else:
             step = timer(trial.step)
-            cases = {case: _measured(case, recipe, timer) for case in dict.fromkeys(made)}
+            cases = {case: _measured(case, recipe, timer) for case in dict.fromkeys(all_cases)}
             beyond_layers = Times(
-                max(0.0, step.gpu - sum(cases[case].high_precision.gpu for case in made)),
-                max(0.0, step.cpu - sum(cases[case].high_precision.cpu for case in made)),
+                max(0.0, step.gpu - sum(cases[case].high_precision.gpu for case in all_cases)),
+                max(0.0, step.cpu - sum(cases[case].high_precision.cpu for case in all_cases)),
             )
             trial.use(dict.fromkeys(trial.layers, recipe))
             fp8_step = timer(trial.step)
             trial.use({})
-            all_fp8 = [cases[case].fp8 for case in made]
+            all_fp8 = [cases[case].fp8 for case in all_cases]
             cases = _calibrated(cases, all_fp8, fp8_step, beyond_layers)
     layers = tuple(
         _row(name, layer_cases, cases, saved.get(name, 0))
@@ -272,14 +272,14 @@ def advise_by(
 def _calibrated(
     cases: dict[_Case, _Times], all_fp8: Sequence[Parts], fp8_step: Times, beyond_layers: Times
 ) -> dict[_Case, _Times]:
-    """Scale the cases' FP8 times so that, with ``rest``, they add up to a step with all in FP8."""
-    # The times need it because a layer measured alone finds its code in the CPU's caches, and its
-    # data not in the GPU's.
+    """Scale the FP8 times so that they add up to ``fp8_step`` together with ``beyond_layers``."""
+    # This is needed because a layer that is measured alone finds its code in the CPU's caches, but
+    # does not find its data in the GPU's.
     gpu = sum(times.gpu for times in all_fp8)
     cpu = sum(times.cpu for times in all_fp8)
-    of_gpu = max(0.0, fp8_step.gpu - beyond_layers.gpu) / gpu if gpu else 1.0
-    of_cpu = max(0.0, fp8_step.cpu - beyond_layers.cpu) / cpu if cpu else 1.0
-    factors = Parts(of_gpu, of_gpu, of_cpu)
+    gpu_factor = max(0.0, fp8_step.gpu - beyond_layers.gpu) / gpu if gpu else 1.0
+    cpu_factor = max(0.0, fp8_step.cpu - beyond_layers.cpu) / cpu if cpu else 1.0
+    factors = Parts(gpu_factor, gpu_factor, cpu_factor)
     return {
         case: measured._replace(fp8=Parts(*map(operator.mul, factors, measured.fp8)))
         for case, measured in cases.items()
@@ -297,7 +297,7 @@ def _describe(model: nn.Module) -> str:
 
 
 def _without_cpu(timer: Timer) -> Timer:
-    """A timer for what runs in a CUDA graph, which takes no CPU time."""
+    """Return a timer for work in a CUDA graph, which takes no CPU time."""
     return lambda fn: timer(fn)._replace(cpu=0.0)
 
 
@@ -306,7 +306,7 @@ def _without_cpu(timer: Timer) -> Timer:
 
 @dataclass(frozen=True)
 class _Case:
-    """Layers and inputs that take the same time; ``layer`` is one of these layers."""
+    """A class of layers with inputs that all take the same time; ``layer`` is one of them."""
 
     key: tuple[object, ...]
     shape: tuple[int, ...]
@@ -314,10 +314,10 @@ class _Case:
     needs_dx: bool
     autocast: torch.dtype | None
     shares: bool
-    """Whether the linear layer before it was given the same input, so that the two share a cast."""
+    """Whether the linear layer before this one had the same input, so that both share its cast."""
     layer: nn.Module = field(compare=False)
     more_inputs: Sequence[object] = field(compare=False)
-    """The layer's arguments beside its input: where experts' tokens go."""
+    """The layer's arguments besides its input, such as the routing of tokens to experts."""
 
     @property
     def tokens(self) -> int:
@@ -325,25 +325,25 @@ class _Case:
 
     @property
     def weights(self) -> list[tuple[int, ...]]:
-        """``(N, K)`` of each GEMM, or ``(E, N, K)`` of experts."""
+        """Weight shapes: ``(N, K)`` of each GEMM, or ``(E, N, K)`` for experts."""
         candidates = walk_model(self.layer).candidates
         return next((matrix_shapes(c) for c in candidates if c.layer is self.layer), [])
 
     @property
     def experts_of_a_token(self) -> int:
-        """How many rows the GEMMs have for each token."""
+        """How many experts each token goes to: the rows that the GEMMs have for it."""
         routings = [x.shape[1] for x in self.more_inputs if _is_routing(x, self.tokens)]
         return routings[0] if routings else 1
 
-    def of_fewer(self, tokens: int) -> _Case:
-        """The same with fewer tokens, of which experts get the same shares."""
-        arguments = [_shortened(value, self.tokens, tokens) for value in self.more_inputs]
+    def with_fewer(self, tokens: int) -> _Case:
+        """Return this case with fewer tokens, of which each expert gets the same share."""
+        arguments = [_shorten(value, self.tokens, tokens) for value in self.more_inputs]
         shape = (tokens, self.shape[-1])
         return replace(self, shape=shape, shares=False, more_inputs=arguments)
 
 
 def _is_routing(x: object, tokens: int) -> TypeGuard[Tensor]:
-    """Whether an argument says which experts each token goes to, by their numbers."""
+    """Return whether an argument has the numbers of the experts that each token goes to."""
     return (
         isinstance(x, Tensor)
         and not (x.is_floating_point() or x.dtype == torch.bool)
@@ -352,7 +352,7 @@ def _is_routing(x: object, tokens: int) -> TypeGuard[Tensor]:
     )
 
 
-def _shortened(value: object, tokens: int, fewer: int) -> object:
+def _shorten(value: object, tokens: int, fewer: int) -> object:
     if isinstance(value, Tensor) and value.ndim and value.shape[0] == tokens:
         return value[:fewer]
     if isinstance(value, Tensor) and not value.is_floating_point():
@@ -363,7 +363,7 @@ def _shortened(value: object, tokens: int, fewer: int) -> object:
 
 
 def _look(trial: Trial, recipe: Recipe) -> tuple[dict[str, list[_Case]], dict[str, int], int]:
-    """The calls of each layer, and the bytes that FP8 saves by layer and in all."""
+    """Run the model; return each layer's calls, and the bytes saved by FP8 by layer and in all."""
     calls: dict[str, list[_Case]] = {name: [] for name in trial.layers}
     last: list[tuple[object, int]] = []
     plan = recipe.linear
@@ -396,8 +396,8 @@ def _look(trial: Trial, recipe: Recipe) -> tuple[dict[str, list[_Case]], dict[st
     trial.use(dict.fromkeys(trial.layers, recipe))
     fp8 = saved_by_layer(trial)
     trial.use({})
-    less = {name: high_saved.get(name, 0) - fp8.get(name, 0) for name in {**high_saved, **fp8}}
-    return calls, less, sum(size for name, size in less.items() if name != OUTPUT)
+    saved = {name: high_saved.get(name, 0) - fp8.get(name, 0) for name in {**high_saved, **fp8}}
+    return calls, saved, sum(size for name, size in saved.items() if name != OUTPUT)
 
 
 # Times of a case.
@@ -410,18 +410,18 @@ class _Times(NamedTuple):
 
 
 def _modelled(case: _Case, recipe: Recipe, mode: str) -> _Times:
-    def both(tokens: int) -> tuple[Parts, Parts]:
+    def times_for(tokens: int) -> tuple[Parts, Parts]:
         rows = tokens * case.experts_of_a_token
         times = predict(case.weights, [recipe], tokens=rows, mode=mode)
         return times[None], times[recipe]
 
-    return _Times(*both(case.tokens), _break_even(both))
+    return _Times(*times_for(case.tokens), _break_even(times_for))
 
 
 def _break_even(times: Callable[[int], tuple[Times | Parts, Times | Parts]]) -> int | None:
-    """The fewest tokens for which FP8 is no slower; None if it is at ``_MOST_TOKENS``, too.
+    """Find the fewest tokens for which FP8 is no slower; None if not even ``_MOST_TOKENS`` suffice.
 
-    ``times`` gives the times in high precision and in FP8 for a number of tokens.
+    ``times`` maps a number of tokens to the times in high precision and in FP8.
     """
 
     def pays(tokens: int) -> bool:
@@ -442,13 +442,13 @@ def _measured(case: _Case, recipe: Recipe, timer: Timer) -> _Times:
     gemm = _Bench(case, recipe).time_gemms(timer)
     saving = _Bench(case, recipe).time_shared_cast(timer) if case.shares else Times(0.0, 0.0)
     fewer = max(1, case.tokens // 4)
-    small = case.of_fewer(fewer)
-    small_high, small_fp8 = (_Bench(small, choice).time(timer) for choice in (None, recipe))
+    small_case = case.with_fewer(fewer)
+    small_high, small_fp8 = (_Bench(small_case, choice).time(timer) for choice in (None, recipe))
 
-    def line(tokens: int, at: Times, at_fewer: Times) -> Times:
-        """GPU time on the line through both; CPU time does not depend on tokens."""
-        slope = (at.gpu - at_fewer.gpu) / (case.tokens - fewer) if case.tokens > fewer else 0.0
-        return Times(max(0.0, at.gpu + slope * (tokens - case.tokens)), at.cpu)
+    def line(tokens: int, full: Times, small: Times) -> Times:
+        """Extrapolate GPU time linearly from two times; CPU time does not depend on tokens."""
+        slope = (full.gpu - small.gpu) / (case.tokens - fewer) if case.tokens > fewer else 0.0
+        return Times(max(0.0, full.gpu + slope * (tokens - case.tokens)), full.cpu)
 
     quantize = max(0.0, fp8.gpu - saving.gpu - gemm)
     return _Times(
@@ -461,7 +461,7 @@ def _measured(case: _Case, recipe: Recipe, timer: Timer) -> _Times:
 
 
 class _Bench:
-    """Copies of a layer, each with an input and a gradient of its output."""
+    """Copies of a layer, each with its own input; all outputs get the same gradient."""
 
     def __init__(self, case: _Case, recipe: Recipe | None) -> None:
         self.case, self.recipe = case, without_reduction(recipe)
@@ -478,7 +478,7 @@ class _Bench:
         with torch.no_grad():
             y = self._call(self.layers[0], self.inputs[0])
         self.gradient = torch.randn_like(y)
-        self.wanted = [
+        self.sources = [
             [t for t in (x, *layer.parameters()) if t.requires_grad]
             for x, layer in zip(self.inputs, self.layers, strict=True)
         ]
@@ -490,8 +490,8 @@ class _Bench:
         return y[0] if isinstance(y, tuple) else y
 
     def run(self, count: int | None = None) -> None:
-        """Run forward and backward of the first ``count`` copies, or of all of them."""
-        # The calls advance delayed scales together, as a converted model's do.
+        """Run forward and backward of the first ``count`` copies, or of all copies."""
+        # One region advances the delayed scales of all calls together, as in a converted model.
         region = Region() if self.recipe is not None and self.recipe.linear.delayed else None
         with inside(region):
             outputs = [
@@ -500,15 +500,15 @@ class _Bench:
             ]
         if region is not None:
             region.close()
-        if sources := [t for inputs in self.wanted[:count] for t in inputs]:
+        if sources := [t for inputs in self.sources[:count] for t in inputs]:
             torch.autograd.grad(outputs, sources, [self.gradient] * len(outputs), allow_unused=True)
 
     def time(self, timer: Timer) -> Times:
-        """Time of forward and backward of one layer."""
+        """Measure the time of forward and backward of one layer."""
         return Times(*(seconds / self.count for seconds in timer(self.run)))
 
     def time_gemms(self, timer: Timer) -> float:
-        """GPU seconds of the GEMMs of one layer, repeated on the same operands."""
+        """Measure GPU seconds of the GEMMs of one layer by repeating them on recorded operands."""
         with _Recorded() as recorded:
             self.run(1)
 
@@ -520,9 +520,9 @@ class _Bench:
         return timer(repeat).gpu if recorded.calls else 0.0
 
     def time_shared_cast(self, timer: Timer) -> Times:
-        """Time that a layer saves if the layer before it has cast the same input."""
+        """Measure the time that a layer saves if the layer before it has cast the same input."""
         layer = self.layers[0]
-        x = self.inputs[0].detach().requires_grad_().clone()  # only results of autograd are shared
+        x = self.inputs[0].detach().requires_grad_().clone()  # casts of leaves are not shared
 
         def forward(calls: int) -> None:
             SHARED_CAST.last = None
@@ -535,7 +535,7 @@ class _Bench:
 
 
 class _Recorded(TorchDispatchMode):
-    """The GEMMs that reach the dispatcher, with their operands."""
+    """A mode that records the GEMMs that reach the dispatcher, with their operands."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -551,11 +551,11 @@ class _Recorded(TorchDispatchMode):
 
 
 def _row(
-    name: str, made: Sequence[_Case], cases: Mapping[_Case, _Times], saved: int
+    name: str, calls: Sequence[_Case], cases: Mapping[_Case, _Times], saved: int
 ) -> LayerAdvice:
-    results = [cases[case] for case in made]
-    *_, N, K = made[0].weights[0]
+    results = [cases[case] for case in calls]
+    *_, N, K = calls[0].weights[0]
     sums = (sum(getattr(t.high_precision, unit) for t in results) for unit in Times._fields)
     fp8 = Parts(*map(sum, zip(*(t.fp8 for t in results), strict=True)))
-    sizes = made[0].tokens, K, N, len(made)
+    sizes = calls[0].tokens, K, N, len(calls)
     return LayerAdvice(name, *sizes, *Times(*sums), *fp8, results[0].break_even, saved)

@@ -2,16 +2,17 @@
 
 Three GEMMs of each linear layer can run in FP8: ``y = x @ w.T`` (fprop), ``dx = dy @ w`` (dgrad)
 and ``dw = dy.T @ x`` (wgrad). The *damage* of a GEMM is the change of the loss and of the gradients
-if it alone runs in FP8 and all else stays in high precision.
+if it alone runs in FP8 and all other GEMMs stay in high precision.
 
-The gradients are compared parameter by parameter, each at its own scale, as Adam sees them: a
-parameter's error is ``|g' - g| / |g|``, 1 at most, and the gradient's is the root mean square over
-all elements. The loss's is ``|loss' - loss| / |loss|``; the damage is the root of both squared.
+The gradients are compared parameter by parameter, each relative to its own size, as Adam sees them:
+a parameter's error is ``|g' - g| / |g|``, at most 1; the gradient error is the root mean square of
+these over all elements. The loss error is ``|loss' - loss| / |loss|``. The damage is the square
+root of the sum of both errors squared.
 
-All damages are first *estimated*, in one pass that looks at x, w and dy of each layer. For wgrad
-the estimate is the answer, since an error of dw goes nowhere else. An error of y or dx goes on
-through the model, so the worst GEMMs of fprop and dgrad are each measured by a *run*, a pass of its
-own. The other estimates are scaled by the ratio of measured to estimated damage in these runs.
+All damages are first *estimated*, in a pass that looks at x, w and dy of each layer. For wgrad the
+estimate is final, since an error of dw affects nothing else. An error of y or dx spreads through
+the model, so the worst GEMMs of fprop and dgrad are measured, each by a *run*, which is a separate
+pass. The other estimates are scaled by the ratio of measured to estimated damage in these runs.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __all__ = ["Damage", "Sensitivity", "sensitivity"]
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 _OUTLIER = 4.0
-"""How many times the median damage ``Sensitivity.overrides`` allows unless it is told a limit."""
+"""The default limit of ``Sensitivity.overrides``, in multiples of the median damage."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,12 @@ class Damage:
     gradient: float
     """Relative error of the gradients of all parameters."""
     measured: bool
-    """Whether a run with this GEMM in FP8 showed it; False if it is estimated."""
+    """Whether the damage was measured by a run with this GEMM in FP8, and not estimated."""
     output: float | None = None
-    """Relative error of the GEMM's own result: the root mean square over its rows or over its
-    columns, whichever is more; None without an estimate."""
+    """Relative error of the GEMM's result: the root mean square over its rows or over its columns,
+    whichever is more; None without an estimate."""
     operands: Mapping[str, float] = field(default_factory=dict)
-    """The same error with only this operand cast, for two of ``"x"``, ``"w"`` and ``"dy"``."""
+    """The error ``output`` with only one operand cast: ``"x"``, ``"w"`` or ``"dy"``."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,14 +75,14 @@ class Sensitivity(Printed):
     """The result of ``sensitivity``; ``print`` it for a table.
 
     Attributes:
-        rows: one for each GEMM of each layer and recipe, the worst first.
+        rows: a row for each GEMM of each layer and recipe, the worst first.
         layers: the names of the layers that can run in FP8, in the model's order.
         skipped: the names of the linear layers that cannot run in FP8.
-        recipes: those that were tried.
-        loss: of the batch in high precision.
-        noise: the damage that a second run in high precision shows; not 0 where ops of the model
-            are not deterministic. Damages of its size mean nothing.
-        passes: forward and backward passes that were run.
+        recipes: the recipes that were tried.
+        loss: the loss of the batch in high precision.
+        noise: the damage that a second run in high precision shows; it is not 0 if ops of the model
+            are not deterministic. Damages of this size mean nothing.
+        passes: the number of forward and backward passes that were run.
     """
 
     rows: tuple[Damage, ...]
@@ -93,7 +94,7 @@ class Sensitivity(Printed):
     passes: int
 
     def by_layer(self, recipe: Recipe | None = None) -> dict[str, float]:
-        """Damage of each layer's GEMMs together (root of the sum of squares), the worst first.
+        """Combine the damages of each layer's GEMMs (root of the sum of squares), the worst first.
 
         Args:
             recipe: one of ``recipes``; None is the first.
@@ -104,10 +105,10 @@ class Sensitivity(Printed):
         return dict(sorted(damages.items(), key=operator.itemgetter(1), reverse=True))
 
     def by_operand(self, recipe: Recipe | None = None) -> dict[tuple[str, str], float]:
-        """Damage by layer and operand, the worst first; a GEMM's two operands share its damage.
+        """Split the damage of each GEMM between its two operands; return it by layer and operand.
 
-        The shares are in proportion to the errors that the operands cause. Operands of fused
-        modules are left out, since their errors are unknown.
+        Each operand's share is in proportion to the error that it causes. The worst come first.
+        Operands of fused modules are left out, since their errors are unknown.
         """
         damages: dict[tuple[str, str], float] = {}
         for row in self._rows_of(recipe):
@@ -123,22 +124,21 @@ class Sensitivity(Printed):
     ) -> dict[str, Recipe | None]:
         """Choose ``overrides`` for ``convert_to_float8`` that keep the damage of every GEMM low.
 
-        A layer that a recipe damages too much gets the recipe with the fewest GEMMs above the
-        limit, the first of equals, and these GEMMs run in high precision. A layer with all GEMMs
-        above the limit gets None.
+        A layer that ``recipe`` damages too much gets the recipe with the fewest GEMMs above the
+        limit, or the first of several such recipes, and these GEMMs run in high precision. A layer
+        with all GEMMs above the limit gets None.
 
         Args:
-            max_damage: limit for one GEMM. None looks for outliers: four times the median under
-                ``recipe``, of the same GEMM in all layers or of all GEMMs, whichever is more.
-            recipe: what the other layers will be converted with, one of ``recipes``; None is the
-                first.
+            max_damage: limit for one GEMM. None finds outliers: the limit is four times the median
+                under ``recipe``, of the same GEMM in all layers or of all GEMMs, if that is more.
+            recipe: the recipe for the other layers, one of ``recipes``; None is the first of them.
 
         Raises:
             TypeError: ``max_damage`` is no number.
             ValueError: a recipe that was not tried.
         """
         max_damage = arguments.check_number("max_damage", max_damage, minimum=0, optional=True)
-        base = self._checked(recipe)
+        base = self._tried_recipe(recipe)
         limits = {gemm: self._limit(gemm, base, max_damage) for gemm in GEMMS}
         too_much: dict[tuple[str, Recipe], set[str]] = {}
         for row in self.rows:
@@ -159,7 +159,7 @@ class Sensitivity(Printed):
         return json.dumps({"rows": [vars(row) for row in self.rows], **told}, default=repr)
 
     def summary(self) -> str:
-        """The loss in high precision, and the recipes."""
+        """Return the loss in high precision, the noise, the number of passes and the recipes."""
         return (
             f"loss {self.loss:.4g} in high precision, noise {_show(self.noise)}; "
             f"{self.passes} forward and backward passes\n"
@@ -167,7 +167,7 @@ class Sensitivity(Printed):
         )
 
     def tables(self, limit: int | None = 30) -> list[Grid]:
-        """A row for each GEMM, the most damaged first."""
+        """Return a table with a row for each GEMM, the most damaged first."""
         several = len(self.recipes) > 1
         head = ["layer", "GEMM", *(["recipe"] if several else [])]
         columns = (*head, "damage", "loss", "gradient", "result", "of operands", "found by")
@@ -183,7 +183,7 @@ class Sensitivity(Printed):
             )  # fmt: skip
         return [Grid("GEMMs, the worst first", columns, rows, left=len(head)).first(limit)]
 
-    def _checked(self, recipe: Recipe | None) -> Recipe:
+    def _tried_recipe(self, recipe: Recipe | None) -> Recipe:
         if recipe is None:
             return self.recipes[0]
         if recipe not in self.recipes:
@@ -194,12 +194,12 @@ class Sensitivity(Printed):
         return recipe
 
     def _rows_of(self, recipe: Recipe | None) -> Iterator[Damage]:
-        recipe = self._checked(recipe)
+        recipe = self._tried_recipe(recipe)
         return (row for row in self.rows if row.recipe == recipe)
 
-    def _limit(self, gemm: str, recipe: Recipe, asked: float | None) -> float:
-        if asked is not None:
-            return asked
+    def _limit(self, gemm: str, recipe: Recipe, max_damage: float | None) -> float:
+        if max_damage is not None:
+            return max_damage
         rows = list(self._rows_of(recipe))
         damages = [row.damage for row in rows], [row.damage for row in rows if row.gemm == gemm]
         medians = map(statistics.median, filter(None, damages))
@@ -207,7 +207,7 @@ class Sensitivity(Printed):
 
 
 def _show(share: float | None) -> str:
-    """A part of one as a percentage.
+    """Format a fraction as a percentage.
 
     >>> _show(0.02634), _show(0.0), _show(1e-7), _show(None)
     ('2.63 %', '0 %', '1e-05 %', '-')
@@ -216,7 +216,7 @@ def _show(share: float | None) -> str:
 
 
 def _without(recipe: Recipe, gemms: set[str]) -> Recipe | None:
-    """The recipe with these GEMMs in high precision; None if no GEMM is left in FP8."""
+    """Return the recipe with these GEMMs in high precision; None if no GEMM is left in FP8."""
     if not gemms:
         return recipe
     if not set(_gemms_in_fp8(recipe.linear)) - gemms:
@@ -242,31 +242,31 @@ def sensitivity(
 ) -> Sensitivity:
     """Rank the layers of a model, their GEMMs and operands by the damage that FP8 does.
 
-    The model is left as it was, whether converted or not; its parameters' ``grad`` as well. Every
-    pass starts from the same buffers and random numbers. Delayed scaling is tried as in a first
-    step, each tensor with a scale from its own amax: the effect of stale scales shows in training
-    only.
+    The model, which may be converted, is left as it was, and so is the ``grad`` of its parameters.
+    Every pass starts from the same buffers and random numbers. Delayed scaling is tried as in a
+    first step, where each tensor's scale is computed from its own amax. The effect of stale scales
+    shows only in training.
 
     Cost: ``2 + min(runs, 2 * layers * recipes)`` forward and backward passes (3 times the layers
     for fused modules, which have no estimate), and one more set of gradients.
 
     Args:
-        model: with whole parameters.
+        model: a model with unsharded parameters.
         batch: an example, as ``loss_fn`` takes it.
         loss_fn: ``loss_fn(model, batch)`` returns the loss. None calls the model on the batch
-            (a tuple or dict: as its arguments) and takes the output's ``loss``, or the mean of its
-            squares.
-        recipes: to try; None is ``Float8CurrentScaling()``, as in ``convert_to_float8``.
+            (a tuple or dict holds its arguments) and takes the output's ``loss``, or the mean of
+            its squares.
+        recipes: recipes to try; None is ``Float8CurrentScaling()``, as in ``convert_to_float8``.
         filter_fn: as in ``convert_to_float8``.
         exclude: as in ``convert_to_float8``.
-        runs: how many GEMMs are measured in runs of their own, the worst by estimate.
+        runs: how many GEMMs, the worst by estimate, are each measured by a run.
 
     Raises:
         ValueError: no recipe, no loss, or a loss that is not finite.
-        NotImplementedError: parameters that are sharded.
+        NotImplementedError: sharded parameters.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
-    >>> _ = model[1].weight.data[0].mul_(1e6)  # flushes the others to zero
+    >>> _ = model[1].weight.data[0].mul_(1e6)  # flushes the other rows to zero
     >>> found = float8lab.inspect.sensitivity(model, torch.ones(8, 32))
     >>> found.rows[0].layer
     '1'
@@ -301,7 +301,7 @@ class _Difference(NamedTuple):
 
 
 class _Bench:
-    """Runs a model on its batch and compares with the first run, in high precision."""
+    """Runs a model on its batch, and compares each run with the first, in high precision."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial, self.parameters = trial, trial.parameters
@@ -322,7 +322,7 @@ class _Bench:
         return loss.item(), [None if g is None else g.detach() for g in gradients]
 
     def compare(self) -> _Difference:
-        """Run the model under the recipes now in use, and compare with high precision."""
+        """Run the model under the recipes in use, and compare the run with high precision."""
         loss, gradients = self._run()
         differences = [
             None if g is None or right is None else g.float() - right.float()
@@ -351,7 +351,7 @@ class _Bench:
             return self.compare(), looks
 
     def run_alone(self, row: Damage) -> Damage:
-        """Return the row as measured by a run in which nothing else is in FP8."""
+        """Run the model with only the row's GEMM in FP8, and return the row as measured."""
         high_precision = tuple(gemm != row.gemm for gemm in GEMMS)
         alone = replace(row.recipe, override_linear_precision=high_precision)  # type: ignore[arg-type]
         self.trial.use({row.layer: alone})
@@ -361,15 +361,15 @@ class _Bench:
 
 
 def _norms(tensors: Sequence[Tensor | None]) -> list[float]:
-    """Euclidean norms of tensors; the norm of None is 0."""
+    """Compute the Euclidean norms of tensors; the norm of None is 0."""
     norms = [torch.linalg.vector_norm(t.float()) for t in tensors if t is not None]
-    # One wait for the GPU, not one each.
+    # Stacked, the norms wait for the GPU only once.
     values = iter(torch.stack([n.to(norms[0].device) for n in norms]).tolist() if norms else ())
     return [0.0 if t is None else next(values) for t in tensors]
 
 
 def _relative(error: float, size: float, most: float = math.inf) -> float:
-    """``error / size``, at most ``most``, which is also the result if ``error`` is not finite."""
+    """Return ``error / size``, at most ``most``; a nonfinite error gives ``most``."""
     if not math.isfinite(error):
         return most
     if error == 0.0:
@@ -385,19 +385,19 @@ class _Look:
     """The effect of FP8 on the result of one GEMM, over all calls of its layer."""
 
     error: float = 0.0
-    """Sum of the squares of the result's error."""
+    """Sum of the squares of the errors of all elements of the result."""
     output: float = 0.0
-    """Relative error of the result, the worst of all calls."""
+    """Relative error of the result in the worst call."""
     operands: dict[str, float] = field(default_factory=dict)
-    """``output`` with only this operand cast."""
+    """The error ``output`` with only one operand cast, by operand."""
     loss: float = 0.0
-    """First-order change of the loss by the error of y."""
+    """First-order change of the loss that the error of y causes."""
 
 
 def _relative_error(error: Tensor, exact: Tensor) -> Tensor:
-    """Root mean square of the relative errors of rows, or of columns if that is more."""
-    # The relative error of the whole matrix is not used: if one row is huge, the errors of the
-    # others would not show, though a norm or a zero in the next weight may make them count as much.
+    """Compute the root mean square of the relative errors of rows, or of columns if more."""
+    # The relative error of the whole matrix would hide the errors of all rows besides a huge one,
+    # though a norm, or a zero in the next weight, may make the other rows count as much.
     errors = []
     for dim in (0, 1):
         size, lost = (torch.linalg.vector_norm(t, dim=dim) for t in (exact, error))
@@ -411,7 +411,7 @@ def _look_at(
     looks: dict[_Key, _Look], recipes: Sequence[Recipe], name: str, layer: Linear, x: Tensor,
     needs_dx: bool, dy: Tensor | None,
 ) -> None:  # fmt: skip
-    """Look at the operands of the GEMMs of one call of a layer, once dy is known."""
+    """Record the effect of FP8 on the GEMMs of one call of a layer, once dy is known."""
     weight, _ = layer._weight_and_bias(layer.gemms[0])
     w = plain(weight).detach().float()
     x = as_matrix(x).float()
@@ -487,7 +487,7 @@ def _estimates(
 
 
 def _measure_worst(rows: Sequence[Damage], bench: _Bench, runs: int) -> list[Damage]:
-    """Measure the worst rows, at most ``runs`` of them, and scale the other estimates by these."""
+    """Measure at most ``runs`` of the worst rows, and scale the other estimates to match them."""
     order = sorted(range(len(rows)), key=lambda index: -rows[index].damage)
     due = [i for i in order if rows[i].gemm != "wgrad" or rows[i].output is None][:runs]
     done = list(rows)

@@ -1,7 +1,7 @@
-"""Runs of a model that leave nothing behind.
+"""Run a model and restore it afterwards.
 
-The reports of this package run a model in place, under recipes of their choice, and then put back
-all that this has changed.
+The reports of this package run a model in place, under recipes of their choice. Then they restore
+everything that these runs have changed.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ LossFn = Callable[[Any, Any], Tensor]
 
 
 def without_reduction(recipe: Recipe | None) -> Recipe | None:
-    """The recipe without communication between ranks, which a trial must not take part in."""
+    """Return the recipe without communication between ranks, which a trial must not do."""
     return replace(recipe, reduce_amax=False) if isinstance(recipe, DelayedScaling) else recipe
 
 
 def start_anew(module: nn.Module, recipe: Recipe | None) -> None:
-    """Make a module, without its children, run by a recipe; its delayed scales start empty."""
+    """Give a recipe to a module, but not to its children, and empty its delayed scales."""
     for _, precision in precisions(module):
         precision.recipe, precision.pinned = without_reduction(recipe), True
         precision.slots, precision.weight_cast = {}, None
@@ -63,7 +63,7 @@ def call(model: nn.Module, batch: object) -> object:
 
 
 def own_loss(output: object) -> object:
-    """The ``loss`` that an output has, as a key or an attribute; None if it has none."""
+    """Return the ``loss`` that an output has as a key or an attribute; None if it has none."""
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
@@ -75,7 +75,7 @@ def _default_loss(output: object) -> object:
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in an output or a batch of any nesting."""
+    """Yield the tensors in an output or a batch of any nesting."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (Mapping, tuple, list)):
@@ -93,7 +93,7 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 def refuse_dtensors(model: nn.Module, name: str) -> None:
-    """Raise for a sharded model, whose gradients only ``backward`` itself brings together."""
+    """Raise for a sharded model, whose gradients only ``backward`` itself reduces over ranks."""
     if any(is_dtensor(p) for p in model.parameters()):
         raise NotImplementedError(
             f"{name} must be given parameters that are whole; got DTensors. "
@@ -101,13 +101,13 @@ def refuse_dtensors(model: nn.Module, name: str) -> None:
         )
 
 
-# Each of these keeps something as it is now, and returns what puts it back.
+# Each ``_keep_`` function saves some state, and returns functions that restore it.
 
 _Restore = Callable[[], object]
 
 
 def _keep_contents(owner: object) -> _Restore:
-    """Keep an object's class, its attributes, and what its dicts, lists and sets hold."""
+    """Keep an object's class, its attributes, and the content of its dicts, lists and sets."""
     cls, attributes = type(owner), dict(vars(owner))
     held = [(v, v.copy()) for v in attributes.values() if isinstance(v, (dict, list, set))]
 
@@ -124,15 +124,15 @@ def _keep_contents(owner: object) -> _Restore:
 
 
 def _keep_values(tensors: Iterable[Tensor]) -> _Restore:
-    """Keep the values of tensors, those of a rank's shard and of the parts of a Float8Tensor."""
+    """Keep the values of tensors: of a DTensor's local shard, of a Float8Tensor's inner tensors."""
     local = [local_of(x) for x in tensors]
     buffers = ((x.qdata, x.scale, x.amax) if isinstance(x, Float8Tensor) else (x,) for x in local)
     copies = [(x, x.detach().clone()) for tensors_of_value in buffers for x in tensors_of_value]
 
     @torch.no_grad()
     def restore() -> None:
-        # Versions tell nothing, since batch_norm does not count its writes. By .data these writes
-        # are not counted either: a graph that the caller has in progress stays valid.
+        # Copy all values: versions do not tell which changed, since batch_norm does not count its
+        # writes. Writes by .data are not counted either, so a graph of the caller stays valid.
         for x, copy in copies:
             x.data.copy_(copy)
 
@@ -140,7 +140,7 @@ def _keep_values(tensors: Iterable[Tensor]) -> _Restore:
 
 
 def _keep_random(model: nn.Module) -> list[_Restore]:
-    """Keep the random streams that a model draws from."""
+    """Keep the states of the random generators that a model draws from."""
     tensors = (*model.parameters(), *model.buffers())
     devices = sorted({t.device.index for t in tensors if t.is_cuda})
     getters = [getattr(m, "get_rng_state_tracker", None) for m in model.modules()]
@@ -157,7 +157,7 @@ def _keep_random(model: nn.Module) -> list[_Restore]:
 
 
 def _keep_scaling(model: nn.Module) -> list[_Restore]:
-    """Keep delayed scales, and what the end of the region around the call will advance."""
+    """Keep delayed scales, and the packs that the end of the surrounding region will advance."""
     owned = [slots for p in precisions_below(model) for slots in p.slots.values()]
     scales = [partial(s.load, {name: x.clone() for name, x in s.tensors().items()}) for s in owned]
     region = STATE.region
@@ -166,7 +166,7 @@ def _keep_scaling(model: nn.Module) -> list[_Restore]:
 
 
 def _keep_training(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[_Restore]:
-    """Keep gradients and, as an optimizer changes them, parameters and its own state."""
+    """Keep gradients and, with an optimizer, also parameters and the optimizer's state."""
     parameters = list(model.parameters())
     mains = (getattr(p, "main_grad", None) for p in parameters)
     changed = [main for main in mains if main is not None]
@@ -179,14 +179,14 @@ def _keep_training(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
 
 
 class Trial:
-    """A model on trial: ``on_trial`` makes one.
+    """A model whose runs leave no trace; ``on_trial`` makes a trial.
 
     Attributes:
         model: the model, which runs as it was given until ``convert`` is called.
-        parameters: those whose gradients ``step`` returns.
+        parameters: the parameters that require gradients, which ``step`` returns.
         layers: after ``convert``, the layers that can run in FP8, by name.
-        skipped: the candidates that cannot run in FP8, by name, and why.
-        others: in ``looking``, what the call was given beside its input.
+        skipped: after ``convert``, the reasons why the other candidates cannot, by name.
+        others: in ``looking``, the arguments of the layer's call besides its input.
     """
 
     def __init__(
@@ -200,11 +200,11 @@ class Trial:
         self._start = start
 
     def forward(self) -> object:
-        """The model's output."""
+        """Run the model on the batch and return its output."""
         return call(self.model, self.batch)
 
     def loss(self) -> Tensor:
-        """``loss_fn(model, batch)``; without it the output's ``loss``, or the mean of its squares.
+        """Return ``loss_fn(model, batch)``, or by default the output's ``loss`` or mean square.
 
         Raises:
             ValueError: the loss is not one number that requires a gradient.
@@ -220,18 +220,18 @@ class Trial:
         return loss if loss.ndim == 0 else loss.reshape(())
 
     def step(self) -> tuple[Tensor, list[Tensor | None]]:
-        """The loss and the gradients of ``parameters``, in a forward and a backward pass."""
+        """Run forward and backward; return the loss and the gradients of ``parameters``."""
         loss = self.loss()
         if not self.parameters:
             return loss, []
-        # Not backward: it would write grad, and call what hooks there.
+        # Unlike backward, this neither writes grad nor calls hooks that accumulate gradients.
         return loss, [*torch.autograd.grad(loss, self.parameters, allow_unused=True)]
 
     @contextmanager
     def looking(self, look: Callable[[str, nn.Module, Tensor, Tensor], None]) -> Iterator[None]:
-        """Call ``look`` with the name, the layer, its input and output after each call of a layer.
+        """Call ``look`` with name, layer, input and output after each call of a layer in the block.
 
-        Calls that only recompute an activation are passed over.
+        Calls that only recompute an activation are ignored.
         """
 
         def hook(
@@ -264,13 +264,13 @@ class Trial:
         self.use({})
 
     def use(self, recipes: Mapping[str, Recipe | None]) -> None:
-        """Run these layers by these recipes, and all else in high precision."""
+        """Run these layers by these recipes, and all other layers in high precision."""
         chosen = {id(self.layers[name]): recipe for name, recipe in recipes.items()}
         for module in self.model.modules():
             start_anew(module, chosen.get(id(module)))
 
     def rewind(self) -> None:
-        """Put buffers and random streams back to what every run starts from."""
+        """Restore the buffers and random states that every run starts from."""
         for restore in self._start:
             restore()
 
@@ -279,11 +279,10 @@ class Trial:
 def on_trial(
     model: nn.Module, batch: object = None, loss_fn: LossFn | None = None
 ) -> Iterator[Trial]:
-    """Run a model without a trace, cut off from the state and the regions around it.
+    """Yield a trial of a model, isolated from the state and the regions around it.
 
-    ``as_before`` puts everything back. Parameters and their gradients are not written, as long as
-    the block takes gradients by ``torch.autograd.grad``. Inside, delayed scaling starts empty and
-    does not communicate.
+    At its end, the block restores the model. It writes neither parameters nor their gradients if it
+    takes gradients by ``torch.autograd.grad``. In it, delayed scaling starts empty and stays local.
     """
     with _kept(model) as start, torch.inference_mode(False), torch.enable_grad():
         _isolate(model)
@@ -293,7 +292,7 @@ def on_trial(
 def as_before(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> AbstractContextManager[object]:
-    """Put back after the block whatever training steps change, parameters and optimizer too."""
+    """Restore after the block all that training steps change, also parameters and optimizer."""
     return _kept(model, lambda: [*_keep_scaling(model), *_keep_training(model, optimizer)])
 
 
@@ -301,11 +300,12 @@ def as_before(
 def _kept(
     model: nn.Module, more: Callable[[], Sequence[_Restore]] = lambda: ()
 ) -> Iterator[Sequence[_Restore]]:
-    """Put back at the end, also after an exception, what a run changes; yield what a run starts by.
+    """Restore at the end, also after an exception, all that a run changes.
 
-    That is classes, attributes, hooks, training modes, buffers and random streams, and ``more``.
+    That is classes, attributes, hooks, training modes, buffers, random states and ``more``. Yield
+    the functions that restore buffers and random states, with which each run starts.
     """
-    reshard(model.modules())  # what is kept are the shards
+    reshard(model.modules())  # the shards are the state to keep
     state = [partial(setattr, owner, name, getattr(owner, name)) for owner, name in _ISOLATED]
     start = [_keep_values(model.buffers()), *_keep_random(model)]
     owners = [*model.modules(), *precisions_below(model)]
@@ -319,11 +319,11 @@ def _kept(
 
 
 _ISOLATED = ((STATE, "autocast"), (STATE, "region"), (STATE, "in_graph"), (SHARED_CAST, "last"))
-"""The state beside the model that a trial changes, as objects and the names of their fields."""
+"""The state outside the model that a trial changes: objects and the names of their fields."""
 
 
 def _isolate(model: nn.Module) -> None:
-    """Cut a model off from regions, earlier delayed-scaling state and gradients in progress."""
+    """Isolate a model from regions, its delayed-scaling state and fused gradient accumulation."""
     in_autocast = STATE.autocast.enabled and STATE.autocast.recipe is None
     for module in model.modules():
         remove_hooks(module, CallRegion)
@@ -335,8 +335,8 @@ def _isolate(model: nn.Module) -> None:
             precision.recipe = without_reduction(precision.recipe)
             precision.slots, precision.weight_cast = {}, None
     recipe = without_reduction(STATE.autocast.recipe)
-    now = STATE.autocast
-    STATE.autocast = Autocast(now.enabled, recipe, group=now.group, backward=now.backward)
+    outer = STATE.autocast
+    STATE.autocast = Autocast(outer.enabled, recipe, group=outer.group, backward=outer.backward)
     STATE.region = STATE.in_graph = None
     SHARED_CAST.last = None
 
@@ -344,11 +344,11 @@ def _isolate(model: nn.Module) -> None:
 def unambiguous(
     changed: Mapping[str, Recipe | None], recipes: Mapping[str, Recipe | None]
 ) -> dict[str, Recipe | None]:
-    """``overrides`` that mean these very layers, though a name is a pattern, too.
+    """Return ``overrides`` that change exactly these layers, though names are patterns, too.
 
     Args:
         changed: the overrides to express, by layer.
-        recipes: the recipe that each layer of the model is to get, changed or not.
+        recipes: the recipe that each layer of the model shall have, changed or not.
 
     >>> unambiguous({"0": None}, {"0": None, "1.0": float8lab.recipes.Float8CurrentScaling()})
     {'0': None, '1.0': Float8CurrentScaling()}

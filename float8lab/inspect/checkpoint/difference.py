@@ -1,4 +1,4 @@
-"""``diff``: compare two checkpoints, or one and its source, tensor by tensor."""
+"""``diff``: compare two checkpoints, such as a quantized one and its source, by tensor."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from float8lab.tensor.statistics import decibels
 __all__ = ["CheckpointDiff", "DiffRow", "diff"]
 
 STATUSES = ("shape", "differs", "unread", "only in A", "only in B", "equal", "same")
-"""The statuses of a tensor, the worst first. ``equal``: the same values, stored in another way.
-``same``: bit for bit. ``unread``: torch cannot read the elements of one side."""
+"""The statuses of a tensor, the worst first. ``equal``: the values are equal but stored in another
+way. ``same``: all bits are equal. ``unread``: torch cannot read the elements of one side."""
 
 
 @dataclass(frozen=True)
 class DiffRow:
-    """One tensor of two checkpoints, or of one of them."""
+    """The comparison of one tensor, which both checkpoints or only one of them have."""
 
     name: str
     status: str
@@ -45,14 +45,14 @@ class DiffRow:
     changed_scales: int | None = None
     """Scales whose bits differ; None unless both are quantized weights with the same blocks."""
     unlike: int = 0
-    """Elements that are finite on one side alone, or not finite and different. Errors leave them
-    out."""
+    """The number of elements that are finite on one side alone, or not finite and different. All
+    errors leave them out."""
     signal: float = 0.0
-    """Sum of the squares of the reference, which is the side that is not quantized, or else A."""
+    """Sum of the squares of the reference: B if B alone is not quantized, else A."""
     noise: float = 0.0
     max_error: float = 0.0
     element_noise: float = 0.0
-    """Sum over the elements of the square of error / reference, with 1 for every square above 1."""
+    """Sum over the elements of the square of error / reference, where each square is at most 1."""
     nbytes: int = 0
 
     @property
@@ -62,11 +62,11 @@ class DiffRow:
 
     @property
     def element_sqnr(self) -> float:
-        """Signal-to-noise ratio in dB of the elements, each relative to its own size.
+        """Signal-to-noise ratio in dB of the errors of all elements, each relative to its element.
 
-        A single large element makes ``sqnr`` high, whatever becomes of the others, but does not
-        make this ratio high. It is about 32 dB where e4m3 rounds all elements, and 0 dB where all
-        are lost.
+        A single large element can make ``sqnr`` high even if all other elements are lost, but it
+        cannot make this ratio high. It is about 32 dB if e4m3 has rounded all elements, and 0 dB if
+        all are lost.
         """
         return decibels(self.numel, self.element_noise)
 
@@ -77,28 +77,28 @@ class DiffRow:
 
 @dataclass(frozen=True, repr=False)
 class CheckpointDiff(Printed):
-    """The differences of two checkpoints; ``print`` it, or look at ``rows``."""
+    """The differences of two checkpoints, A and B; ``print`` it, or look at ``rows``."""
 
     a: str
     b: str
     rows: tuple[DiffRow, ...]
-    """The tensors, the worst first: by status, then by the lower of ``sqnr`` and
-    ``element_sqnr``."""
+    """The tensors, the worst first: by status, then by ``unlike`` if they differ, and then by the
+    lower of ``sqnr`` and ``element_sqnr``."""
     notes: tuple[str, ...] = ()
 
     @property
     def identical(self) -> bool:
-        """Whether all tensors are the same, bit for bit and in format."""
+        """Whether all tensors have the same bits and the same format."""
         return all(row.status == "same" for row in self.rows)
 
     @property
     def equal(self) -> bool:
-        """Whether all tensors have the same values, in whatever format each side stores them."""
+        """Whether all tensors have the same values; the two sides may differ in format."""
         return all(row.status in ("same", "equal") for row in self.rows)
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many tensors have each status."""
+        """The number of tensors with each status."""
         counter = Counter(row.status for row in self.rows)
         return {status: counter[status] for status in STATUSES}
 
@@ -108,7 +108,7 @@ class CheckpointDiff(Printed):
         return decibels(sum(row.signal for row in self.rows), sum(row.noise for row in self.rows))
 
     def summary(self) -> str:
-        """The result in a few lines."""
+        """Return the result in a few lines."""
         counts = [f"{count} {status}" for status, count in self.counts.items() if count]
         lines = [f"A: {self.a}", f"B: {self.b}"]
         lines.append(f"{counted(len(self.rows), 'tensor')}: " + ", ".join(counts))
@@ -119,7 +119,7 @@ class CheckpointDiff(Printed):
         return "\n".join(map(printable, lines + [f"note: {note}" for note in self.notes]))
 
     def tables(self, limit: int | None = 20) -> list[Grid]:
-        """The tensors that differ, the worst first, and those that one side lacks."""
+        """Return tables of the tensors that differ, worst first, and of those one side lacks."""
         differing, alarming, missing = [], [], []
         for row in self.rows:
             if row.status.startswith("only"):
@@ -149,16 +149,16 @@ def diff(
     layer: str | Sequence[str] = (),
     progress: Progress | None = None,
 ) -> CheckpointDiff:
-    """Compare two checkpoints tensor by tensor, reading both piece by piece.
+    """Compare two checkpoints tensor by tensor; both are read box by box.
 
-    Tensors are matched by name, quantized weights with their scales folded in; so the two may be of
-    different kinds, and one may be the high-precision source of the other. Experts' matrices that
-    lie one by one are compared with a stack of them. If they have no name in common, a prefix that
-    one of them puts before its names is left out.
+    Tensors are matched by name, and a quantized weight is compared together with its scales. So the
+    two checkpoints may differ in kind, and one may be the high-precision source of the other. If
+    one stores each expert's matrix and the other a stack, the matrices are stacked. If they have no
+    name in common, a prefix that one of them has before its names is left out.
 
     Args:
         a: a path as in ``checkpoint``, or a state dict.
-        b: the same.
+        b: a path or a state dict, too.
         layer: as in ``checkpoint``.
         progress: as in ``checkpoint``.
 
@@ -199,12 +199,12 @@ def diff(
 
 
 def _prefix(names: dict[str, Item], targets: dict[str, Item]) -> str:
-    """Return the prefix without which most ``names`` are in ``others``; empty if there is none."""
+    """Return the prefix without which most ``names`` are in ``targets``, or an empty string."""
     prefixes: Counter[str] = Counter()
     for name in names:
-        for at, letter in enumerate(name):
-            if letter == "." and name[at + 1 :] in targets:
-                prefixes[name[: at + 1]] += 1
+        for index, letter in enumerate(name):
+            if letter == "." and name[index + 1 :] in targets:
+                prefixes[name[: index + 1]] += 1
     return prefixes.most_common(1)[0][0] if prefixes else ""
 
 
@@ -220,12 +220,12 @@ def _row(name: str, a: Item | None, b: Item | None, step: Callable[[str, float],
         return row
     if a.entry.dtype is None or b.entry.dtype is None:
         return replace(row, status="unread")
-    return _compared(row, a, b, step)
+    return _compare_tensors(row, a, b, step)
 
 
 @dataclass
 class _Deviation:
-    """Sums over the boxes of two tensors, whose fields ``DiffRow`` explains."""
+    """Sums over the boxes of two tensors; ``DiffRow`` explains these fields."""
 
     unlike: int = 0
     signal: float = 0.0
@@ -243,24 +243,24 @@ class _Deviation:
         self.noise += _square(error)
         reference = reference.masked_fill(~finite_both, 0.0)
         self.signal += _square(reference)
-        # 0 / 0 counts as no loss, and an error / 0 as the loss of the whole element.
+        # An error of 0 / 0 counts as 0, and any other error / 0 as 1, the loss of the element.
         self.element_noise += _square((error / reference.abs()).nan_to_num_(0.0).clamp_(max=1.0))
 
 
-def _compared(row: DiffRow, a: Item, b: Item, step: Callable[[str, float], None]) -> DiffRow:
-    """The row of two tensors of one shape, read box by box."""
+def _compare_tensors(row: DiffRow, a: Item, b: Item, step: Callable[[str, float], None]) -> DiffRow:
+    """Compare two tensors of one shape box by box, and return their row."""
     alike = _bits(a) == _bits(b)
     same_blocks = a.spec is not None and b.spec is not None and a.spec.block == b.spec.block
     reference_is_b = a.quantized and not b.quantized
     share = row.nbytes / max(row.numel, 1)
     changed, changed_scales, deviation = 0, 0, _Deviation()
-    # A box starts at whole blocks of both; a block of -1 is no constraint.
+    # A box starts where blocks of both tensors start; a block of -1 sets no constraint.
     blocks = [math.lcm(max(m, 1), max(n, 1)) for m, n in zip(a.block, b.block, strict=True)]
     for box in boxes(a.entry.shape, blocks):
         if alike:
-            changed += _changed(_raw(a, box), _raw(b, box))
+            changed += _count_changed(_raw(a, box), _raw(b, box))
         if same_blocks:
-            changed_scales += _changed(*(x.scales(box).view(torch.int32) for x in (a, b)))
+            changed_scales += _count_changed(*(x.scales(box).view(torch.int32) for x in (a, b)))
         x, y = a.values(box), b.values(box)
         deviation.add(x, y, y if reference_is_b else x)
         step(row.name, share * x.numel())
@@ -281,18 +281,18 @@ def _bits(item: Item) -> torch.dtype | None:
 
 
 def _same_levels(a: Item, b: Item) -> bool:
-    """Whether both have scales of blocks, or none, and the same scale of the tensor, or none."""
+    """Return whether both or neither have block scales, and their tensor scales are equal."""
     x, y = a.read_tensor_scale(), b.read_tensor_scale()
-    same_whole = x is y if x is None or y is None else torch.equal(x, y)
-    return same_whole and (a.scale is None) == (b.scale is None)
+    same_tensor_scale = x is y if x is None or y is None else torch.equal(x, y)
+    return same_tensor_scale and (a.scale is None) == (b.scale is None)
 
 
 def _raw(item: Item, box: Box) -> Tensor:
     return item.qdata(box) if item.quantized else item.entry.read(box)
 
 
-def _changed(x: Tensor, y: Tensor) -> int:
-    """Number of elements whose bits differ."""
+def _count_changed(x: Tensor, y: Tensor) -> int:
+    """Count the elements whose bits differ."""
     if x.dtype.is_floating_point or x.dtype.is_complex:
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         if x.dtype.is_complex:

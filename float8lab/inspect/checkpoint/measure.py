@@ -1,7 +1,7 @@
 """Measure the tensors of a checkpoint, which are read box by box.
 
 At most ``BOX`` elements of a tensor are in memory at once, at about thirty bytes each. If a block
-is larger than that, three numbers for each block of the tensor are kept beside them.
+is larger than a box, three numbers for each block of the tensor are in memory, too.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from float8lab.tensor.statistics import TensorStats, code_values
 __all__ = ["Measured", "PlainStats", "ScaleStats", "measure"]
 
 DEVIATIONS = 5
-"""Standard deviations beyond chance from which a block counts as saturated. Values beyond the range
-of a block pile up at its largest code. That code stands for half the range of the code below if the
-scale is right, so if the density falls, or is flat, at most a third of the elements with either
-code is expected at the largest one. A block is saturated if more than twice as many elements have
-the largest code as have the one below, and if the number is so many standard deviations above that
-third."""
+"""Standard deviations above the expected number from which a block counts as saturated. Values
+beyond the range of a block pile up at its largest code. With the right scale, that code stands for
+half the range of the code below. So, unless the density rises, at most a third of the elements with
+these two codes is expected at the largest code. A block is saturated if more than twice as many
+elements have the largest code as have the code below, and if their number is at least this many
+standard deviations above that third."""
 IDLE = 1 / 16
-"""The range of a block is unused if its largest code is below this share of the format's."""
+"""A block counts as idle if its largest code is below this share of the format's largest."""
 
 
 @dataclass(frozen=True)
 class PlainStats:
-    """Statistics of a tensor that is not quantized; of a complex one's absolute values."""
+    """Statistics of a tensor that is not quantized; a complex tensor counts by absolute value."""
 
     numel: int
     amax: float
-    """Largest absolute value of the finite ones; 0 if there are none."""
+    """Largest absolute value of the finite elements; 0 if there are none."""
     rms: float
-    """Root of the mean square of the finite ones."""
+    """Root mean square of the finite elements."""
     zero_count: int
     nan_count: int
     inf_count: int
@@ -57,7 +57,7 @@ class ScaleStats:
     count: int
     zero_count: int
     bad_count: int
-    """Those that are NaN, infinite or negative."""
+    """The number of scales that are NaN, infinite or negative."""
 
 
 @dataclass(frozen=True)
@@ -75,21 +75,21 @@ class Measured:
 
 
 Step = Callable[[int], None]
-"""A function that is called with the number of bytes that were read."""
+"""A function that is called with the number of bytes that were just read."""
 
 
 def measure(item: Item, step: Step) -> Measured:
-    """Read a tensor once, with its scales."""
+    """Measure a tensor and its scales, reading each box of it once."""
     if item.quantized:
-        return _codes(item, step)
+        return _measure_weight(item, step)
     if item.entry.dtype is None:
         step(item.entry.nbytes)
         return Measured()
-    return _plain(item, step)
+    return _measure_plain(item, step)
 
 
 class _Blocks:
-    """Counts over the blocks of a tensor, to which blocks are added once they were read whole."""
+    """Counts over the blocks of a tensor; a block is added when all of it has been read."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
@@ -102,17 +102,17 @@ class _Blocks:
         self.low, self.high = math.inf, -math.inf
 
     def add(self, largest: Tensor, top: Tensor, below: Tensor, scale: Tensor) -> None:
-        """Add blocks to the counts, one element of each argument for a block.
+        """Add blocks to the counts; each argument has one element for each block.
 
-        ``largest`` is the code of the block's largest finite magnitude; ``top`` elements have the
-        largest code of the format, and ``below`` the code below that.
+        ``largest`` is the code of a block's largest finite magnitude. ``top`` counts the elements
+        that have the format's largest code, and ``below`` those that have the code below it.
         """
         self.blocks += largest.numel()
-        # For n elements with either code, n / 3 is expected at the top, with a variance of 2 n / 9.
+        # Of n elements with the two codes, n / 3 are expected at the top; the variance is 2 n / 9.
         beyond = 2 * top - below > DEVIATIONS * (2.0 * (top + below)).sqrt()
         self.saturated += int((beyond & (top > 2 * below)).sum())
         size = self.sizes[largest.long()]
-        # Subnormal scales and powers of two lose range as well, but less than this.
+        # Subnormal scales and scales rounded to powers of two lose range, too, but less than this.
         self.idle += int(((size > 0) & (size < IDLE * self.spec.largest())).sum())
         zero, bad = scale == 0, ~scale.isfinite() | (scale < 0)
         self.zero_scales += int(zero.sum())
@@ -126,7 +126,7 @@ class _Blocks:
             self.pow2 = self.pow2 and bool(((good.view(torch.int32) & 0x7FFFFF) == 0).all())
 
 
-def _codes(item: Item, step: Step) -> Measured:
+def _measure_weight(item: Item, step: Step) -> Measured:
     spec, entry = item.spec, item.entry
     assert spec is not None, "a quantized weight has one"
     shape, block = entry.shape, item.block
@@ -143,19 +143,19 @@ def _codes(item: Item, step: Step) -> Measured:
         below = by_block((body == blocks.top - 1).view(torch.uint8), block, _count, 0)
         largest = by_block(body.masked_fill_(body > blocks.top, 0), block, torch.amax, 0)
         if _cuts_blocks(box, block, shape):
-            place = blocks_of_box(box, block)
+            box_blocks = blocks_of_box(box, block)
             if cut_blocks is None:
                 dtypes = (torch.uint8, torch.int64, torch.int64)
                 cut_blocks = [counts.new_zeros(scale_shape(shape, block), dtype=t) for t in dtypes]
-            cut_blocks[0][place] = torch.maximum(cut_blocks[0][place], largest)
-            cut_blocks[1][place] += top
-            cut_blocks[2][place] += below
+            cut_blocks[0][box_blocks] = torch.maximum(cut_blocks[0][box_blocks], largest)
+            cut_blocks[1][box_blocks] += top
+            cut_blocks[2][box_blocks] += below
         else:
             blocks.add(largest, top, below, item.factors(box))
         step(round(nbytes * data.numel()))
     if cut_blocks is not None:
         blocks.add(cut_blocks[0], cut_blocks[1], cut_blocks[2], item.factors())
-    return _measured(item, blocks, tuple(counts.tolist()))
+    return _result_of_weight(item, blocks, tuple(counts.tolist()))
 
 
 def _cuts_blocks(box: Box, block: Sequence[int], shape: Sequence[int]) -> bool:
@@ -165,8 +165,8 @@ def _cuts_blocks(box: Box, block: Sequence[int], shape: Sequence[int]) -> bool:
     )
 
 
-def _measured(item: Item, blocks: _Blocks, counts: tuple[int, ...]) -> Measured:
-    """The result for a quantized weight, of its blocks and how many elements have each byte."""
+def _result_of_weight(item: Item, blocks: _Blocks, counts: tuple[int, ...]) -> Measured:
+    """Make the result for a quantized weight, from its blocks and the count of each byte."""
     spec = blocks.spec
     if spec.scale_rule == "fp32" and blocks.pow2 and item.scale is not None and blocks.blocks > 1:
         spec = replace(spec, scale_rule="pow2")
@@ -213,7 +213,7 @@ def _nonfinite(nan: int, inf: int, numel: int, noun: str) -> Iterator[Finding]:
             yield Finding(kind, f"{_some(count, numel)} {noun} {label}")
 
 
-def _plain(item: Item, step: Step) -> Measured:
+def _measure_plain(item: Item, step: Step) -> Measured:
     entry, scale = item.entry, item.is_scale
     zero = nan = inf = negative = numel = 0
     amax = square = 0.0
@@ -254,7 +254,7 @@ def _plain_findings(plain: PlainStats, scale: bool) -> Iterator[Finding]:
 
 
 def _count(x: Tensor, dim: list[int]) -> Tensor:
-    """Sum of zeros and ones, uint8, over these dimensions."""
+    """Sum a uint8 tensor of zeros and ones over these dimensions."""
     *before, last = dim
     if x.shape[last] < 256:
         x = x.sum(last, dtype=torch.uint8)  # many times faster than in a wider type
@@ -263,5 +263,5 @@ def _count(x: Tensor, dim: list[int]) -> Tensor:
 
 
 def _some(count: int, numel: int) -> str:
-    """``3 of 12``, or ``all 12``."""
+    """Format a count as ``3 of 12`` or, if it is all of several, as ``all 12``."""
     return f"all {numel}" if count == numel and numel > 1 else f"{count} of {numel}"

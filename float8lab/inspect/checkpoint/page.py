@@ -1,4 +1,4 @@
-"""A report on a checkpoint as one HTML page, which looks as that of a training run does."""
+"""Show a report on a checkpoint as one HTML page, in the style of a training run's page."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from float8lab.inspect.html import filled, page_of, sections
 __all__ = ["page"]
 
 PICTURES = 1000
-"""Quantized tensors in the chart: the first ones, as the report sorts them."""
+"""Most quantized tensors in the chart, which shows the first in the order of the report."""
 
 
 def page(report: CheckpointReport) -> str:
-    """The page, all of whose tensors are listed; what it shows of names and notes is escaped."""
+    """Return a page that lists all tensors of the report; its names and notes are escaped."""
     title, *lines = report.summary().splitlines()
     weights = {
         printable(row.name): row.measured.stats.histogram("exponent")

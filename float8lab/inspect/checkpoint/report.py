@@ -1,4 +1,4 @@
-"""``checkpoint``: statistics of the tensors of a checkpoint, the suspicious ones first."""
+"""``checkpoint``: measure the tensors of a checkpoint, and list the suspicious ones first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Progress = Callable[[int, int, str], None]
 the tensor that is being read."""
 
 ROWS = 20
-"""Rows of a table, unless all are asked for."""
+"""Default limit of the rows of a table."""
 
 _TOLD = ("name", "fp8", "fp4", "convention", "format", "shape", "nbytes", "file", "severity")
 _TOLD_OF_CODES = ("numel", "amax", "scale_min", "scale_max", "exponents")
@@ -43,31 +43,31 @@ class CheckpointRow:
     name: str
     fp8: bool
     convention: str
-    """The convention of a quantized weight: ``"DeepSeek"``, ``"compressed-tensors"``, ...; else
-    empty."""
+    """The convention by which a quantized weight is stored, such as ``"DeepSeek"`` or
+    ``"compressed-tensors"``; empty for other tensors."""
     format: str
     """``"e4m3 128x128 fp32"``, ``"e4m3, no scale"``, ``"e2m1 1x32 e8m0"``, or a dtype."""
     shape: tuple[int, ...]
     nbytes: int
-    """Bytes of the tensor, with those of its scales."""
+    """Bytes of the tensor and its scales."""
     file: str
     measured: Measured
     findings: tuple[Finding, ...]
-    """Why it is suspicious; empty if it is not."""
+    """Why the tensor is suspicious; empty if it is not."""
 
     @property
     def format_name(self) -> str:
-        """``"block-fp8"``, ``"nvfp4"``, ``"mxfp4"`` or ``"mxfp8"``; else ``format``."""
+        """The usual name, such as ``"block-fp8"``, ``"nvfp4"`` or ``"mxfp8"``, or ``format``."""
         return usual_name(self.format)
 
     @property
     def fp4(self) -> bool:
-        """Whether it is a weight in packed 4 bits."""
+        """Whether the tensor is a weight in packed 4 bits."""
         return not self.fp8 and self.measured.stats is not None
 
     @property
     def severity(self) -> int:
-        """2 if something is lost or wrong, 1 if it is odd and perhaps meant so, else 0."""
+        """2 if a finding is an error, 1 if findings are only odd and perhaps intended, else 0."""
         return max((2 if finding.wrong else 1 for finding in self.findings), default=0)
 
     @property
@@ -100,11 +100,11 @@ class CheckpointReport(Printed):
     path: str
     container: str
     rows: tuple[CheckpointRow, ...]
-    """The tensors, the most suspicious first, and else in the checkpoint's order."""
+    """The tensors, the most suspicious first, and otherwise in the checkpoint's order."""
     notes: tuple[str, ...] = ()
-    """Oddities that concern no single tensor."""
+    """Remarks on the checkpoint that concern no single tensor."""
     left_out: int = 0
-    """Tensors that the choice of layers left out."""
+    """The number of tensors that the argument ``layer`` left out."""
 
     @property
     def suspicious(self) -> tuple[CheckpointRow, ...]:
@@ -117,7 +117,7 @@ class CheckpointReport(Printed):
         return sum(row.nbytes for row in self.rows)
 
     def summary(self) -> str:
-        """The result in a few lines."""
+        """Return the result in a few lines."""
         packed = [row for row in self.rows if row.fp4]
         lines = [
             f"{self.path}: {self.container}",
@@ -130,7 +130,7 @@ class CheckpointReport(Printed):
         return "\n".join(map(printable, lines + [f"note: {note}" for note in self.notes]))
 
     def tables(self, limit: int | None = ROWS) -> list[Grid]:
-        """The suspicious tensors and why; statistics of the quantized ones; the others."""
+        """Return tables of the suspicious tensors, of the quantized ones, and of all others."""
         suspicious = [(row.name, row.why) for row in self.suspicious]
         weights: dict[bool, list[tuple[str, ...]]] = {True: [], False: []}
         plain_rows = []
@@ -173,20 +173,20 @@ class CheckpointReport(Printed):
 def checkpoint(
     path: str | Path, *, layer: str | Sequence[str] = (), progress: Progress | None = None
 ) -> CheckpointReport:
-    """Statistics of every tensor of a checkpoint, read piece by piece, suspicious ones first.
+    """Measure every tensor of a checkpoint, box by box, and list the suspicious ones first.
 
     Args:
         path: a safetensors file, its index, or a directory of them; a file by ``torch.save``; a
-            directory by ``torch.distributed.checkpoint``, or one of Megatron-LM. Nothing in it is
-            run.
-        layer: globs of names of tensors or modules, as ``"model.layers.0"`` or ``"*.mlp.*"``;
-            others are not read.
-        progress: is called after each piece.
+            directory by ``torch.distributed.checkpoint`` or by Megatron-LM. No code in these files
+            is run.
+        layer: globs of names of tensors or modules, such as ``"model.layers.0"`` or ``"*.mlp.*"``;
+            other tensors are not read.
+        progress: a function that is called after each box.
 
     Raises:
-        CheckpointError: it is none of these, it is damaged, or ``layer`` matches nothing.
-        OSError: it does not exist, or may not be read.
-        ModuleNotFoundError: it needs safetensors, of the extra ``inspect``.
+        CheckpointError: ``path`` is none of these or damaged, or ``layer`` matches nothing.
+        OSError: ``path`` does not exist, or may not be read.
+        ModuleNotFoundError: safetensors, of the extra ``inspect``, is needed and not installed.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile(suffix=".pt") as file:
@@ -214,7 +214,7 @@ def checkpoint(
 
 
 def stepping(progress: Progress | None, size: int) -> Callable[[str, float], None]:
-    """Return a function that tells ``progress`` that so many more bytes of a tensor were read."""
+    """Return a function of a tensor and newly read bytes, which calls ``progress`` with the sum."""
     done = 0
 
     def step(name: str, nbytes: float) -> None:
@@ -233,10 +233,10 @@ def _row(item: Item, measured: Measured) -> CheckpointRow:
 
 
 def selected(names: Sequence[str], globs: Sequence[str], place: str) -> list[str]:
-    """The names of tensors of a place that match a glob, or whose module's name does; all without.
+    """Return the names that match a glob, or whose module's name does; without globs all names.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: no name matches. ``place`` is the path that the message shows.
     """
     patterns = [pattern for glob in globs or ["*"] for pattern in (glob, f"{glob}.*")]
     chosen = [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
@@ -250,7 +250,7 @@ def selected(names: Sequence[str], globs: Sequence[str], place: str) -> list[str
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 tensor``, ``2 tensors``."""
+    """Format a count and a noun, such as ``1 tensor`` and ``2 tensors``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 

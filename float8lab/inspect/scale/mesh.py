@@ -1,4 +1,4 @@
-"""How GPUs share the work: a mesh of five kinds of parallelism, and all meshes of so many GPUs."""
+"""Describe how GPUs share work: a mesh of five kinds of parallelism, and all meshes to choose."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ __all__ = ["Links", "Mesh", "meshes", "parse"]
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """The links between GPUs, in bytes a second that one GPU sends."""
+    """The links between GPUs; rates are bytes a second that one GPU sends."""
 
     node: int = 8
-    """GPUs of one machine."""
+    """The number of GPUs in a machine."""
     nvlink: float = 260e9
-    """Within a machine, as NCCL's collectives reach it: between two H200s, by ``links.py`` of the
-    benchmarks."""
+    """The rate of NCCL's collectives within a machine, measured between two H200s by
+    ``benchmarks/links.py``."""
     network: float = 45e9
-    """Between machines, for each GPU."""
+    """The rate between machines, for each GPU."""
     hop: float = 1e-6
-    """Seconds from one GPU to the next, and five times as many from machine to machine."""
+    """Seconds of latency between GPUs; between machines it is five times as much."""
 
     def seconds(self, size: float, ranks: int, stride: int, *, ring: bool = False) -> float:
-        """Seconds of an all-gather or a reduce-scatter of ``size`` bytes in all.
+        """Predict the seconds of an all-gather or a reduce-scatter of ``size`` bytes in total.
 
-        Ranks of a group are ``stride`` from each other, and those of one machine are neighbours.
-        In a ``ring`` all goes from rank to rank, and from machine to machine by one GPU.
+        The ranks of a group are ``stride`` apart, and ranks of one machine are neighbours. In a
+        ``ring``, data go from rank to rank, and only one GPU of a machine sends to the next.
 
         >>> from float8lab.inspect.scale.mesh import Links
         >>> f"{1e3 * Links().seconds(360e6, ranks=2, stride=1):.2f} ms"
@@ -39,7 +39,7 @@ class Links:
             return 0.0
         near = max(1, min(ranks, self.node // stride))
         machines = -(-ranks // near)
-        cards = 1 if ring else near  # each GPU has a network card of its own
+        cards = 1 if ring else near  # each GPU has its own network card
         rate = self.nvlink if machines == 1 else min(self.nvlink, cards * self.network)
         hops = near - 1 + 5 * (machines - 1)
         return size * (ranks - 1) / ranks / rate + self.hop * hops
@@ -47,7 +47,7 @@ class Links:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Ranks of each kind of parallelism; tensor parallel ranks are neighbours, not stages."""
+    """Ranks of each kind of parallelism; tensor parallel ranks are neighbours, stages are not."""
 
     dp: int = 1
     """Data parallel ranks, among which parameters are sharded (FSDP2)."""
@@ -58,7 +58,7 @@ class Mesh:
     pp: int = 1
     """Pipeline stages."""
     ep: int = 1
-    """Ranks that share the experts; these are ``dp * cp`` ranks, or some of them."""
+    """Expert parallel ranks, which share the experts; they are some or all of ``dp * cp`` ranks."""
 
     def __post_init__(self) -> None:
         for name, ranks in vars(self).items():
@@ -66,15 +66,15 @@ class Mesh:
 
     @property
     def gpus(self) -> int:
-        """GPUs in all."""
+        """The total number of GPUs."""
         return self.dp * self.tp * self.cp * self.pp
 
     def __str__(self) -> str:
         return ",".join(f"{name}={n}" for name, n in vars(self).items() if n > 1 or name == "dp")
 
     def why_not(self, size: ModelSize, sequence: int) -> str:
-        """Why a model cannot be shared in this way; empty if it can."""
-        chunks = self.tp * (2 * self.cp if self.cp > 1 else 1)  # of equal length, of a sequence
+        """Return why this mesh cannot share a model, or an empty string if it can."""
+        chunks = self.tp * (2 * self.cp if self.cp > 1 else 1)  # equal chunks of a sequence
         divisions = (
             ("tp", "the key-value heads", size.kv_heads, self.tp),
             ("tp", "the features of the MLP", size.ffn, self.tp),
@@ -92,7 +92,7 @@ class Mesh:
 
 
 def parse(text: str, gpus: int | None) -> Mesh:
-    """Read a mesh such as ``"dp=32,tp=8"``; without ``dp``, it is what is left of the GPUs.
+    """Read a mesh such as ``"dp=32,tp=8"``; the default of ``dp`` makes the mesh use all GPUs.
 
     >>> from float8lab.inspect.scale.mesh import parse
     >>> parse("tp=8,cp=4", 1024)
@@ -111,7 +111,7 @@ def parse(text: str, gpus: int | None) -> Mesh:
 
 
 def meshes(size: ModelSize, gpus: int, sequence: int, links: Links) -> Iterator[Mesh]:
-    """All meshes of so many GPUs that a model can be shared by, in powers of two."""
+    """Yield all meshes of this many GPUs that can share a model, in powers of two."""
     for tp in _powers(min(gpus, links.node)):
         for cp in _powers(min(gpus // tp, 16)):
             for pp in _powers(min(gpus // tp // cp, 16)):

@@ -1,8 +1,8 @@
 """Predict time and memory of a training step on one GPU of a mesh.  M tokens, D width, F features.
 
-A step is ``batch / dp / micro`` micro-batches on each data parallel rank, each a forward and a
-backward pass through the layers of a stage, and an optimizer step. Seconds of the GPU's work are
-those of ``recipes/cost.py``; seconds of communication count where nothing hides them.
+A step is ``batch / dp / micro`` micro-batches on each data parallel rank, and an optimizer step. A
+micro-batch is a forward and a backward pass through the layers of a stage. ``recipes/cost.py`` has
+the seconds of the GPU's work. Seconds of communication count only where no work hides them.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ __all__ = [
 ]  # fmt: skip
 
 COMPUTE = ("gemm", "quantize", "attention", "elementwise", "sharding", "optimizer")
-"""Kinds of a GPU's own work: GEMMs; casts; attention; norms, activations and sums; copies of
-sharded parameters; the optimizer."""
+"""Kinds of a GPU's own work, in this order: GEMMs; casts; attention; norms, activations and sums;
+copies of sharded parameters; the optimizer."""
 KINDS = (*COMPUTE, "tp", "cp", "ep", "dp", "bubble")
-"""The same, communication by its purpose, and the time a stage waits for another."""
+"""All kinds of time: ``COMPUTE``, communication by purpose, and waiting for another stage."""
 RING = 0.9
-"""Attention's speed when keys and values go round a ring: 90 % of ideal, forward and backward, as
-published for 8 GPUs (github.com/zhuzilin/ring-flash-attention, zigzag)."""
+"""Relative speed of attention while keys and values go round a ring: 90 % of ideal, forward and
+backward, as published for 8 GPUs (github.com/zhuzilin/ring-flash-attention, zigzag)."""
 _REDUCTION = 10e-6
 """Seconds of an all-reduce of a few amaxes."""
 _REDUCTIONS: dict[tuple[int, ...], int] = {(-1, -1): 8, (1, -1): 4}
-"""Reductions of amaxes for each layer under tensor parallelism, by block: of x and dy of four
-linear layers; of those operands whose rows are split. Delayed scaling has one for the step."""
+"""All-reduces of amaxes in each layer under tensor parallelism, by block: for x and dy of 4 linear
+layers, or for operands whose rows are split. Delayed scaling has a single one in a step."""
 _FORWARD = {"gemm": 1 / 3, "quantize": 1 / 2, "attention": 1 / 3.5, "cpu": 1 / 2}
-"""A forward pass's part of the seconds of both passes; of other kinds it is 0.4."""
+"""The forward pass's fraction of the seconds of both passes; for other kinds it is 0.4."""
 
 Seconds = dict[str, float]
-"""Seconds by kind; ``"cpu"`` is beside the others, not after them."""
+"""Seconds by kind; time of kind ``"cpu"`` passes in parallel with that of the other kinds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A step's work, and how it is done."""
+    """The work of a step, and how the GPUs do it."""
 
     sequence: int = 8192
     batch: int = 1
-    """Sequences of a step, on all GPUs."""
+    """The number of sequences of a step, on all GPUs together."""
     micro: int = 1
-    """Sequences of a micro-batch on each data parallel rank."""
+    """The number of sequences of a micro-batch on each data parallel rank."""
     recompute: bool = False
     """Whether backward recomputes each layer's forward (activation checkpointing)."""
     mode: str = "compile"
@@ -62,20 +62,20 @@ class Job:
     fp8_gather: bool = True
     """Whether FP8 layers gather their sharded weights in FP8."""
     tp_overlap: float = 0.0
-    """Part of tensor parallel communication that GEMMs hide."""
+    """The fraction of tensor parallel communication that GEMMs hide."""
     shard: int = 0
-    """Ranks among which parameters are sharded, and copies of that all-reduce gradients; 0 is all
-    data and context parallel ranks."""
+    """The number of ranks that shard parameters; copies of this group all-reduce their gradients. 0
+    means all data and context parallel ranks."""
     weight_bytes: int = 4
-    """Bytes of an element of parameters, gradients and each of Adam's two moments."""
+    """Bytes of an element of the parameters, gradients and each of Adam's two moments."""
     memory: float = 141e9
-    """Bytes of a GPU."""
+    """Bytes of a GPU's memory."""
     links: Links = field(default_factory=Links)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A predicted step of one GPU."""
+    """A predicted training step on one GPU of a mesh."""
 
     mesh: Mesh
     recipe: Recipe | None
@@ -84,11 +84,11 @@ class Step:
     """Seconds by ``KINDS``."""
     cpu: float
     memory: dict[str, float]
-    """Bytes at the peak: parameters, optimizer, gradients, activations, and the rest."""
+    """Bytes at the peak by use: parameters, optimizer, gradients, activations and others."""
 
     @property
     def seconds(self) -> float:
-        """The GPU's time, or the CPU's where that is more."""
+        """The GPU's time or the CPU's, whichever is more."""
         return max(sum(self.gpu.values()), self.cpu)
 
     @property
@@ -103,12 +103,12 @@ class Step:
 
     @property
     def fits(self) -> bool:
-        """Whether it leaves 5 % of the GPU's memory, for what the allocator cannot use."""
+        """Whether the step leaves 5 % of the GPU's memory, which the allocator cannot use."""
         return self.bytes <= 0.95 * self.job.memory
 
 
 def total(pieces: Iterable[Seconds], times: float = 1.0) -> Seconds:
-    """Sum by kind."""
+    """Sum seconds by kind, and multiply the sums by ``times``."""
     sums: Seconds = defaultdict(float)
     for piece in pieces:
         for kind, seconds in piece.items():
@@ -116,20 +116,20 @@ def total(pieces: Iterable[Seconds], times: float = 1.0) -> Seconds:
     return dict(sums)
 
 
-# Parts of a layer, forward and backward.
+# Seconds of a layer's operations, forward and backward together.
 
 
 def gemms(
     recipe: Recipe | None, M: int, weights: list[tuple[int, int]], job: Job, experts: int = 1
 ) -> Seconds:
-    """Linear layers: GEMMs, casts and the CPU's time."""
+    """Predict linear layers: their GEMMs, casts and CPU time."""
     estimate = partial(cost.estimate, mode=job.mode, sustained=job.sustained, experts=experts)
     seconds = zip(*(estimate(recipe, M, N, K) for N, K in weights), strict=True)
     return dict(zip(cost.Parts._fields, map(sum, seconds), strict=True))
 
 
 def norm(recipe: Recipe | None, elements: float, *, fused: bool) -> Seconds:
-    """A norm, whose backward reads two tensors and writes one."""
+    """Predict a norm, whose backward reads two tensors and writes one."""
     rate = cost.prologues(recipe if fused else None).norm
     return {"elementwise": elements * rate + cost.moved(6 * elements)}
 
@@ -137,9 +137,9 @@ def norm(recipe: Recipe | None, elements: float, *, fused: bool) -> Seconds:
 def activation(
     recipe: Recipe | None, elements: float, *, gated: bool, fused: bool, eager: bool
 ) -> Seconds:
-    """An activation of so many results; its gradient has twice as many if it is gated.
+    """Predict an activation with this many results; a gated one has twice as many gradients.
 
-    In eager mode, a gate by plain torch takes two kernels forward and three backward.
+    In eager mode, a gate in plain torch takes two kernels forward and three backward.
     """
     rates = cost.prologues(recipe if fused else None)
     seconds = rates.activation + (2 if gated else 1) * rates.gradient
@@ -149,7 +149,7 @@ def activation(
 def attention_block(
     recipe: Recipe | None, M: float, length: int, q: float, kv: float, job: Job, cp: int = 1
 ) -> Seconds:
-    """Rotary embedding and attention; keys and values of other ranks come while it computes."""
+    """Predict rotary embedding and attention, which receives keys and values while it computes."""
     attended = cost.attention(recipe, M * q, length, sustained=job.sustained)
     return {
         "attention": attended / (RING if cp > 1 else 1.0),
@@ -158,7 +158,7 @@ def attention_block(
 
 
 def layer(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Seconds:
-    """One layer and one micro-batch on one GPU, with all communication but that of parameters."""
+    """Predict a layer for a micro-batch on a GPU, without the communication of parameters."""
     M = job.micro * job.sequence // mesh.cp
     hidden = M * size.width / mesh.tp
     fused = job.fused and recipe is not None
@@ -166,12 +166,12 @@ def layer(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Secon
         gemms(recipe, M, size.attention_weights(mesh.tp), job),
         attention_block(recipe, M, job.sequence, size.q / mesh.tp, size.kv / mesh.tp, job, mesh.cp),
         norm(recipe, 2 * hidden, fused=fused),
-        {"elementwise": cost.moved(24 * hidden)},  # two sums each way
+        {"elementwise": cost.moved(24 * hidden)},  # two sums in each pass
         _mlp(size, recipe, M, job, mesh, fused),
         _communication(size, recipe, M, job, mesh),
     ]
     seconds = total(pieces)
-    # A ring of keys and values, forward, and with their gradients backward, beside attention.
+    # The ring moves keys and values forward, and also their gradients backward, during attention.
     keys = 4 * M * size.kv * mesh.cp / mesh.tp
     ring = 3 * job.links.seconds(keys, mesh.cp, mesh.tp, ring=True)
     seconds["cp"] = max(0.0, ring - seconds["attention"])
@@ -194,7 +194,7 @@ def _mlp(
     # As many rows come from other ranks as go to them.
     seconds = total(mlp(M * size.active, size.ffn, size.experts // mesh.ep))
     routed = M * size.active * size.width / mesh.tp
-    seconds["elementwise"] += cost.moved(16 * routed)  # permuted and summed, each way
+    seconds["elementwise"] += cost.moved(16 * routed)  # permuted and summed in each pass
     if size.shared:
         seconds = total([seconds, *mlp(M, size.shared)])
     return seconds
@@ -204,7 +204,7 @@ def _communication(size: ModelSize, recipe: Recipe | None, M: int, job: Job, mes
     links, elements = job.links, M * size.width
     widths = (1 if recipe is not None else 2, 2)
     gather, scatter = (links.seconds(width * elements, mesh.tp, 1) for width in widths)
-    # Two each way, and a second gather of sharded inputs for wgrad.
+    # Two of each in each pass, and wgrad gathers the two sharded inputs a second time.
     tp = (1 - job.tp_overlap) * (6 * gather + 4 * scatter)
     if recipe is not None and mesh.tp > 1 and not recipe.linear.delayed:
         tp += _REDUCTION * _REDUCTIONS.get(recipe.linear.x.block, 0)
@@ -213,7 +213,7 @@ def _communication(size: ModelSize, recipe: Recipe | None, M: int, job: Job, mes
 
 
 def _head(size: ModelSize, M: int, job: Job, mesh: Mesh) -> Seconds:
-    """The output layer in high precision, and the loss of its results in float32."""
+    """Predict the output layer in high precision, and the loss, which is in float32."""
     columns = -(-size.vocabulary // mesh.tp)
     seconds = gemms(None, M, [(columns, size.width)], job)
     return {**seconds, "elementwise": cost.moved(20.0 * M * columns)}
@@ -224,7 +224,7 @@ def _head(size: ModelSize, M: int, job: Job, mesh: Mesh) -> Seconds:
 
 @dataclass(frozen=True)
 class _Held:
-    """Parameters that a GPU computes with, and the groups that share them."""
+    """The parameters of a layer that a GPU computes with, and how many ranks shard them."""
 
     dense: float
     experts: float
@@ -237,12 +237,12 @@ class _Held:
 
     @property
     def sharded(self) -> float:
-        """Parameters that the GPU keeps."""
+        """The number of parameters that the GPU keeps."""
         return self.dense / self.shard + self.experts / self.expert_shard
 
 
 def _held(size: ModelSize, job: Job, mesh: Mesh) -> _Held:
-    """The parameters of one layer, and the ranks that share them."""
+    """Count the parameters of one layer, and the ranks that shard them."""
     dense = (size.attention_parameters + size.dense_parameters) / mesh.tp
     experts = size.expert_parameters / mesh.tp / mesh.ep
     ranks = mesh.dp * mesh.cp
@@ -251,21 +251,21 @@ def _held(size: ModelSize, job: Job, mesh: Mesh) -> _Held:
 
 
 def _exchange(held: _Held, recipe: Recipe | None, job: Job, mesh: Mesh) -> tuple[float, float]:
-    """Seconds of gathering one layer's parameters, and of summing and scattering gradients."""
+    """Predict seconds to gather one layer's parameters, and to reduce-scatter its gradients."""
     links, ranks = job.links, mesh.dp * mesh.cp
     width = 1 if recipe is not None and job.fp8_gather else 2
     experts = held.experts, held.expert_shard, mesh.tp * mesh.ep
     groups = ((held.dense, held.shard, mesh.tp), experts)
     gather = sum(links.seconds(width * count, n, stride) for count, n, stride in groups if count)
     scatter = sum(links.seconds(4 * count, n, stride) for count, n, stride in groups if count)
-    if held.shard < ranks:  # copies all-reduce their shards: a scatter and a gather
+    if held.shard < ranks:  # copies all-reduce their shards, by a scatter and a gather
         copies = ranks // held.shard
         scatter += 2 * links.seconds(4 * held.sharded, copies, mesh.tp * held.shard)
     return gather, scatter
 
 
 def passing(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Seconds:
-    """A forward and a backward pass of the layers of one stage, and its part of the head."""
+    """Predict a forward and backward pass of a stage's layers, and its fraction of the head."""
     layer_seconds = layer(size, recipe, job, mesh)
     if job.recompute:
         forward = {kind: t * _FORWARD.get(kind, 0.4) for kind, t in layer_seconds.items()}
@@ -276,10 +276,10 @@ def passing(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Sec
 
 
 def predict(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Step:
-    """Predict a step.
+    """Predict a training step.
 
     Raises:
-        ValueError: the mesh cannot share this model, this batch, or parameters as told.
+        ValueError: the mesh cannot share this model or batch, or not shard parameters as asked.
 
     >>> from float8lab.inspect.scale.mesh import Mesh
     >>> from float8lab.inspect.scale.predict import Job, predict
@@ -311,7 +311,7 @@ def predict(size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh) -> Ste
     if ranks > 1:
         gather, scatter = _exchange(held, recipe, job, mesh)
         busy = sum(micro_batch.values()) / layers
-        # Stages keep their parameters gathered for all micro-batches, others gather them for each.
+        # Pipeline stages keep parameters gathered for all micro-batches, others regather for each.
         passes = count if mesh.pp == 1 else 1
         hiding = busy if mesh.pp == 1 else busy * count
         late = max(0.0, gather - hiding / 3) + max(0.0, gather + scatter - hiding * 2 / 3)
@@ -336,15 +336,15 @@ def kept(
     size: ModelSize, recipe: Recipe | None, job: Job, *, sharded: bool = False,
     half_input: bool = False,
 ) -> float:  # fmt: skip
-    """Bytes for each token that a layer keeps from forward to backward.
+    """Predict the bytes for each token that a layer keeps from forward to backward.
 
-    Kept are q, k, v, the results of attention and of both sums, and what the MLP's first weight
-    gives. High precision keeps both norms' results and the activation's, and outside of
-    ``torch.compile`` the gate's, which FP8 keeps, too. Whatever else FP8 layers cast, they compute
-    again (``save="auto"``). Checked against "Memory" in benchmarks/RESULTS.md.
+    A layer keeps q, k, v, the results of attention and of both sums, and the result of the MLP's
+    first weight. High precision also keeps the results of both norms and of the activation. Outside
+    of ``torch.compile``, both keep the result of the gate. FP8 layers recompute the other tensors
+    that they cast (``save="auto"``). This was checked with "Memory" in benchmarks/RESULTS.md.
 
-    Compiled layers ``sharded`` by FSDP2 were measured to keep what eager ones do; ``half_input``:
-    the activation's input is kept in FP8 (``fp8_activation_input``).
+    Compiled layers ``sharded`` by FSDP2 were measured to keep what eager layers keep.
+    ``half_input`` keeps the activation's input in FP8 (``fp8_activation_input``).
     """
     mlp = size.ffn * size.active + size.shared if size.experts else size.ffn
     inner = (2 if size.gated else 1) * mlp
@@ -359,7 +359,7 @@ def kept(
 def passing_bytes(
     size: ModelSize, recipe: Recipe | None, job: Job, *, half_input: bool = False
 ) -> float:
-    """Bytes for each token that backward of one layer needs beside what was kept."""
+    """Predict the bytes for each token that backward of a layer needs besides the kept bytes."""
     mlp = size.ffn * max(1, size.active)
     inner = (2 if size.gated else 1) * mlp
     if recipe is not None:  # casts of the gradient of the MLP's first GEMMs, and of their prologue
@@ -380,7 +380,7 @@ def _memory(
     activations = waiting * layers * layer_nbytes
     if job.recompute:
         activations = waiting * layers * 2 * M * size.width + layer_nbytes
-    logits = 8.0 * M * size.vocabulary  # in bfloat16, float32, and gradients
+    logits = 8.0 * M * size.vocabulary  # in bfloat16 and float32, and their gradients
     width = 1 if recipe is not None and job.fp8_gather else 2
     gathered = 0.0
     if mesh.dp * mesh.cp > 1:  # one layer computes while the next is gathered

@@ -1,7 +1,7 @@
-"""Gains of FP8 that others published for many GPUs, with what is predicted for the same work.
+"""List gains of FP8 that others published for many GPUs, and predict the same work.
 
-None of it was measured here, and none of it by this package's kernels: torchao's FP8, where a cast
-costs more, on machines that are described in part only. What the sources leave open is said.
+These gains were not measured by this project, and not with its kernels. They are of torchao's FP8,
+whose casts cost more, on machines that are only partly described. Assumptions are named as such.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Published:
     mesh: Mesh
     job: Job
     assumed: str = ""
-    """Assumptions where the source does not tell."""
+    """Assumptions about facts that the source does not state."""
     baseline: Job | None = None
-    """How bfloat16 runs, if not as FP8 does."""
+    """How bfloat16 runs; None if it runs as FP8 does."""
 
     def predicted(self) -> float:
-        """The same ratio by ``predict``."""
+        """Compute the same ratio by ``predict``."""
         size = KNOWN[self.model]
         high_precision = predict(size, None, self.baseline or self.job, self.mesh)
         fp8 = predict(size, RECIPES[self.recipe], self.job, self.mesh)
@@ -68,5 +68,5 @@ PUBLISHED = (
         "CP 2, 8192 tokens a GPU, recomputed, 64 ranks share parameters",
     ),
 )  # fmt: skip
-"""Those of 256 and about 2,000 GPUs. The first source has 1.00x for rowwise with TP 8 as well, of
-which it says that it is being looked into."""
+"""Published gains on 256 and about 2,000 GPUs. The first source also has 1.00x for rowwise with TP
+8, and says that this result is being investigated."""

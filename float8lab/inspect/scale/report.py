@@ -1,4 +1,4 @@
-"""The report of ``python -m float8lab scale``: text, JSON and a picture."""
+"""Make the report of ``python -m float8lab scale``: text, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LOOKS = {
 """The letter and the colour of each kind of work."""
 _WIDE = 60
 _PAYS = 1.02
-"""A gain that counts as one: times that differ by less are equal."""
+"""The smallest ratio that counts as a gain: times that differ by less count as equal."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,13 +44,13 @@ class Scale(Printed):
     job: Job
     gpus: int
     chosen: bool
-    """Whether the mesh was searched for."""
+    """Whether the mesh was found by the search, and not given."""
     steps: dict[str, Step]
-    """On one mesh, by recipe, ``"bfloat16"`` first."""
+    """Steps on one mesh, by recipe, ``"bfloat16"`` first."""
     layouts: tuple[Step, ...]
-    """The best of each mesh by the fastest recipe, the fastest first."""
+    """The best step on each mesh with the fastest recipe, the fastest first."""
     high_layout: Step | None
-    """The fastest in bfloat16."""
+    """The fastest step in bfloat16 on any mesh; None if none fits in memory."""
     gemms: tuple[Gemm, ...]
     tokens: dict[int, dict[str, float]]
 
@@ -68,11 +68,11 @@ class Scale(Printed):
         return self.steps[HIGH].mesh
 
     def gain(self, name: str) -> float:
-        """How many times faster a recipe is than bfloat16 on the mesh."""
+        """Return how many times faster a recipe is than bfloat16 on the mesh."""
         return self._seconds(HIGH) / self._seconds(name)
 
     def pays(self) -> str:
-        """Where FP8 stops paying, in a sentence."""
+        """Say in a sentence where FP8 stops paying."""
         stops: dict[str, list[str]] = {}
         for name in self.steps:
             if name != HIGH:
@@ -89,7 +89,7 @@ class Scale(Printed):
         return f"FP8 pays: {told}."
 
     def summary(self) -> str:
-        """The result in a few lines, with the picture."""
+        """Return the result in a few lines, with bars of letters."""
         fits = any(step.fits for step in self.steps.values())
         searched = "fastest mesh" if fits else "mesh of the least memory"
         first, size, job = self.steps[self.recipe], self.size, self.steps[HIGH].job
@@ -110,10 +110,10 @@ class Scale(Printed):
             )
         if not fits:
             lines.append(f"does not fit in {job.memory / 1e9:.0f} GB by any recipe")
-        return "\n".join([*lines, self.pays(), "", *self._picture()])
+        return "\n".join([*lines, self.pays(), "", *self._draw_bars()])
 
-    def _picture(self) -> list[str]:
-        """A bar of letters for each recipe."""
+    def _draw_bars(self) -> list[str]:
+        """Return the lines of a bar of letters for each recipe."""
         most = max(map(self._seconds, self.steps))
         lines = []
         for name, step in self.steps.items():
@@ -125,11 +125,11 @@ class Scale(Printed):
         return [*lines, ", ".join(f"{_LOOKS[kind][0]} {kind}" for kind in self._kinds())]
 
     def _kinds(self, least: float = 0.0) -> list[str]:
-        """The kinds of work that take more than so many seconds by some recipe."""
+        """Return the kinds of work that take more than ``least`` seconds with some recipe."""
         return [k for k in KINDS if any(step.gpu[k] > least for step in self.steps.values())]
 
     def tables(self, limit: int | None = None) -> list[Grid]:
-        """The steps, the meshes, where FP8 pays, what is assumed, and what others published."""
+        """Return tables of steps, meshes, gains of FP8, published gains, and assumptions."""
         names = [name for name in self.steps if name != HIGH]
         used = self._kinds(5e-5)
         steps = Grid(
@@ -183,7 +183,7 @@ class Scale(Printed):
         return [*(grid.first(limit) for grid in grids if grid.rows), assumed.first(None)]
 
     def assumptions(self) -> list[tuple[str, str]]:
-        """The assumptions that the numbers rest on."""
+        """Return the assumptions of the predictions, each with its subject."""
         job, links = self.steps[HIGH].job, self.job.links
         kind = "TransformerLayer" if job.fused else "converted"
         rows = {
@@ -205,7 +205,7 @@ class Scale(Printed):
         return list(rows.items())
 
     def to_json(self) -> dict[str, object]:
-        """Return the same as dicts, lists and numbers, in seconds and bytes."""
+        """Return the report as dicts, lists and numbers, in seconds and bytes."""
         return {
             "model": asdict(self.size),
             "gpus": self.gpus,
@@ -229,7 +229,7 @@ class Scale(Printed):
         }  # fmt: skip
 
     def picture(self) -> str:
-        """Where the time of a step goes, by recipe, as SVG.
+        """Draw the time of a step by recipe and kind of work, as SVG.
 
         Raises:
             ModuleNotFoundError: matplotlib, of the extra ``plot``, is not installed.
@@ -259,13 +259,13 @@ def scale(
     micro: int | None = None,
     recompute: bool | None = None,
 ) -> Scale:
-    """Predict steps of a model on so many GPUs, by recipes of ``search.RECIPES``.
+    """Predict steps of a model on this many GPUs with recipes of ``search.RECIPES``.
 
-    The mesh is by default the fastest; ``micro`` and ``recompute``, which stand for those of the
-    job, are by default what is fastest and fits in memory.
+    The mesh is by default the fastest. ``micro`` and ``recompute`` replace those of the job; by
+    default they are the fastest that fit in memory.
 
     Raises:
-        ValueError: the model or the batch cannot be shared in this way.
+        ValueError: these GPUs, or the mesh, cannot share the model or the batch.
     """
     steps_by_recipe = {
         name: fastest(size, recipe, job, gpus, micro, recompute) for name, recipe in recipes.items()
@@ -280,12 +280,12 @@ def scale(
             )
         mesh = min(firsts, key=lambda step: (not step.fits, step.seconds)).mesh
     else:
-        predict(size, None, replace(job, micro=micro or 1), mesh)  # raises if it cannot be shared
+        predict(size, None, replace(job, micro=micro or 1), mesh)  # raises if it is unsuitable
     bests = {
         name: best(size, recipe, job, mesh, micro, recompute)
         for name, recipe in {HIGH: None, **recipes}.items()
     }
-    steps = {name: step for name, step in bests.items() if step is not None}  # all of them
+    steps = {name: step for name, step in bests.items() if step is not None}  # none is None
     name = min(recipes, key=lambda name: steps[name].seconds)
     high_precision = fastest(size, None, job, gpus, micro, recompute)
     job_of_recipe = steps[name].job

@@ -1,4 +1,4 @@
-"""Find the fastest mesh, and where FP8 stops paying on one."""
+"""Find the fastest mesh, and where FP8 stops paying on a mesh."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def best(
     size: ModelSize, recipe: Recipe | None, job: Job, mesh: Mesh, micro: int | None = None,
     recompute: bool | None = None,
 ) -> Step | None:  # fmt: skip
-    """The fastest step on a mesh that fits in memory, or else the one with the least memory.
+    """Return the fastest step on a mesh that fits in memory, or else that of the least memory.
 
-    ``micro`` and ``recompute`` stand for those of the job; None tries powers of two, and both.
+    ``micro`` and ``recompute`` replace those of the job; None tries powers of two, and both values.
     The result is None if the mesh cannot share the batch.
     """
     steps = [predict(size, recipe, variant, mesh) for variant in _ways(job, mesh, micro, recompute)]
@@ -47,7 +47,7 @@ def fastest(
     size: ModelSize, recipe: Recipe | None, job: Job, gpus: int, micro: int | None = None,
     recompute: bool | None = None,
 ) -> list[Step]:  # fmt: skip
-    """The best step of every mesh, the fastest first; those that do not fit in memory last."""
+    """Return the best step on each mesh, the fastest first; those beyond the memory are last."""
     layouts = meshes(size, gpus, job.sequence, job.links)
     steps = filter(None, (best(size, recipe, job, mesh, micro, recompute) for mesh in layouts))
     return sorted(
@@ -57,7 +57,7 @@ def fastest(
 
 @dataclass(frozen=True)
 class Gemm:
-    """One linear layer's part on a rank, and how many times faster FP8 makes it."""
+    """The shard of a linear layer on a rank, and how many times faster FP8 makes it."""
 
     name: str
     N: int
@@ -66,13 +66,13 @@ class Gemm:
 
 
 def gemms_of_rank(size: ModelSize, job: Job, mesh: Mesh, recipes: dict[str, Recipe]) -> list[Gemm]:
-    """Forward and backward of each linear layer of a rank, casts included."""
+    """Predict the gains of each linear layer of a rank, forward and backward with casts."""
     M = job.micro * job.sequence // mesh.cp
-    of_expert = -(-M * size.active * mesh.ep // size.experts) if size.experts else M
+    expert_rows = -(-M * size.active * mesh.ep // size.experts) if size.experts else M
     names = ("qkv", "attention out", "gate and up" if size.gated else "up", "down")
     weights = size.attention_weights(mesh.tp) + size.mlp_weights(size.ffn, mesh.tp)
     result = []
-    for name, (N, K), rows in zip(names, weights, (M, M, of_expert, of_expert), strict=True):
+    for name, (N, K), rows in zip(names, weights, (M, M, expert_rows, expert_rows), strict=True):
         high_seconds = cost.estimate(None, rows, N, K).gpu
         gains = {
             key: high_seconds / cost.estimate(recipe, rows, N, K).gpu
@@ -85,8 +85,8 @@ def gemms_of_rank(size: ModelSize, job: Job, mesh: Mesh, recipes: dict[str, Reci
 def by_tokens(
     size: ModelSize, job: Job, mesh: Mesh, recipes: dict[str, Recipe]
 ) -> dict[int, dict[str, float]]:
-    """How many times faster FP8 is, by the tokens of a micro-batch on each rank."""
-    # The number of micro-batches stays, and sequences are shorter where there is one alone.
+    """Predict how many times faster FP8 is, by the tokens of a micro-batch on each rank."""
+    # The number of micro-batches stays. Once they have one sequence, sequences get shorter.
     count = job.batch // mesh.dp // job.micro
     speedups: dict[int, dict[str, float]] = {}
     micro, sequence = job.micro, job.sequence

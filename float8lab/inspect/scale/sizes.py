@@ -1,4 +1,4 @@
-"""The sizes of a transformer: a known model's, as told, or from a Transformers configuration."""
+"""Read sizes of a transformer: of a known model, from text, or from a Transformers config."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _NEEDED = ("layers", "width", "heads", "ffn", "vocabulary")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """A decoder of equal layers: attention, and an MLP or experts."""
+    """The sizes of a decoder with equal layers, which have attention, and an MLP or experts."""
 
     name: str = ""
     layers: int
     width: int
     heads: int
     groups: int = 0
-    """Heads of keys and values; 0 is as many as ``heads``."""
+    """The number of heads of keys and values; 0 means as many as ``heads``."""
     head: int = 0
-    """Features of a head; 0 is ``width / heads``."""
+    """Features of a head; 0 means ``width / heads``."""
     ffn: int
     """Features inside the MLP, or inside each expert."""
     vocabulary: int
     gated: bool = True
     """Whether the MLP's first weight has a gate, as SwiGLU does."""
     tied: bool = False
-    """Whether the output layer has the embedding's weight."""
+    """Whether the output layer shares the embedding's weight."""
     experts: int = 0
     active: int = 0
-    """Experts that each token goes to."""
+    """The number of experts that each token goes to."""
     shared: int = 0
     """Features inside the expert that every token goes to."""
 
@@ -62,7 +62,7 @@ class ModelSize:
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """The number of heads of keys and values."""
         return self.groups or self.heads
 
     @property
@@ -72,43 +72,43 @@ class ModelSize:
 
     @property
     def kv(self) -> int:
-        """Features of the keys, and of the values."""
+        """Features of the keys, which are as many as those of the values."""
         return self.q // self.heads * self.kv_heads
 
     def attention_weights(self, tp: int = 1) -> list[tuple[int, int]]:
-        """``(N, K)`` of a rank's GEMMs beside attention; those with one input are one."""
+        """Return ``(N, K)`` of a rank's GEMMs around attention; q, k and v take a single GEMM."""
         return [((self.q + 2 * self.kv) // tp, self.width), (self.width, self.q // tp)]
 
     def mlp_weights(self, features: int, tp: int = 1) -> list[tuple[int, int]]:
-        """``(N, K)`` of a rank's GEMMs of an MLP, or of one expert."""
+        """Return ``(N, K)`` of a rank's GEMMs of an MLP, or of one expert."""
         inner = features // tp
         return [((2 if self.gated else 1) * inner, self.width), (self.width, inner)]
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of the attention of one layer."""
+        """The number of parameters of one layer's attention."""
         return _count(self.attention_weights())
 
     @property
     def dense_parameters(self) -> int:
-        """Parameters of one layer's MLP, or of its shared expert and router."""
+        """The number of parameters of one layer's MLP, or of its shared expert and router."""
         if not self.experts:
             return _count(self.mlp_weights(self.ffn))
         return _count(self.mlp_weights(self.shared)) + self.experts * self.width
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of all experts of one layer."""
+        """The number of parameters of all experts of one layer."""
         return self.experts * _count(self.mlp_weights(self.ffn))
 
     @property
     def vocabulary_parameters(self) -> int:
-        """Parameters of the embedding and of the output layer."""
+        """The number of parameters of the embedding and of the output layer."""
         return self.vocabulary * self.width * (1 if self.tied else 2)
 
     @property
     def parameters(self) -> int:
-        """All but those of norms and biases.
+        """The number of all parameters but those of norms and biases.
 
         >>> from float8lab.inspect.scale.sizes import KNOWN
         >>> f"{KNOWN['llama-3-70b'].parameters / 1e9:.1f}"
@@ -159,7 +159,7 @@ _NAMES = {
     "active": ("num_experts_per_tok",),
     "shared": ("shared_expert_intermediate_size",),
 }
-"""Names in Transformers configurations, the first that is there counts."""
+"""Names in Transformers configurations; of each tuple, the first name present counts."""
 _OTHER = {
     "kv_lora_rank": "multi-head latent attention",
     "first_k_dense_replace": "layers without experts among others",
@@ -167,17 +167,17 @@ _OTHER = {
     "mamba_d_state": "state-space layers",
     "linear_num_key_heads": "linear attention",
 }
-"""Parts of models that predictions know nothing of, by the name in a configuration that tells."""
+"""Features of models that cannot be predicted, by the configuration name that shows them."""
 _UNGATED = ("gpt2", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "starcoder2", "nemotron")
 
 
 def model_size(text: str) -> ModelSize:
-    """Find the sizes of a model: one of ``KNOWN``, ``name=value`` pairs, or in a configuration.
+    """Read the sizes of a model from a name of ``KNOWN``, ``name=value`` pairs, or a path.
 
-    That is a Transformers configuration file, or a directory with its ``config.json``.
+    The path is a Transformers configuration file, or a directory with a ``config.json``.
 
     Raises:
-        ValueError: it is none of these, or a model whose layers are not as ``ModelSize``'s.
+        ValueError: ``text`` is none of these, or a model that ``ModelSize`` cannot describe.
         OSError: the file cannot be read.
 
     >>> from float8lab.inspect.scale.sizes import model_size
@@ -203,7 +203,7 @@ def model_size(text: str) -> ModelSize:
 
 
 def read_pairs(argument: str, text: str, names: Sequence[str]) -> dict[str, int]:
-    """Whole numbers by name, of a text such as ``"dp=32,tp=8"`` that is an argument's value."""
+    """Read whole numbers by name from an argument's value such as ``"dp=32,tp=8"``."""
     told: dict[str, int] = {}
     for pair in text.split(","):
         name, _, value = pair.partition("=")
@@ -225,7 +225,7 @@ def _from_pairs(text: str) -> ModelSize:
 
 
 def _set_mlp(numbers: dict[str, int], config: Mapping[str, Any]) -> None:
-    """Set the width of the MLP or of the experts where a configuration names it differently."""
+    """Set the MLP's or experts' features where a configuration names them differently."""
     if numbers.get("experts"):
         numbers["ffn"] = config.get("moe_intermediate_size") or numbers["ffn"]
         if config.get("n_shared_experts"):

@@ -43,8 +43,8 @@ class Finding(NamedTuple):
     """``"not finite"``, ``"saturation"``, ``"stale scale"``, ``"underflow"``, ``"noise"``, or
     ``"high precision"`` of a GEMM that runs in FP8 in other layers."""
     value: float
-    """By ``kind``: the number of NaNs and infinities; a share of elements; log2 of amax over the amax
-    that the scale was made for; SQNR in dB; or the number of GEMMs."""
+    """By ``kind``: the number of NaNs and infinities; a share of elements; log2 of amax over the
+    amax that the scale was made for; SQNR in dB; or the number of GEMMs."""
 
     @property
     def advice(self) -> str:
