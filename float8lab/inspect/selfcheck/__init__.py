@@ -1,10 +1,10 @@
 """Check every op on this machine, each against an independent definition of its result.
 
-Bytes and scales are compared bit for bit with the reference on the CPU, and casts also with the
-definition of the formats. Results that are added up in another order, or have an exponential, are
-compared with float64 within a bound derived next to the check. On a CPU the ops *are* the
-reference: there a comparison with it shows only that the op runs and repeats its result; only
-formats, norms, GEMMs and attention are then compared with something else.
+FP8 data and scales are compared bit for bit with the reference on the CPU, and casts also with the
+definition of the formats. Results that depend on the order of a sum, or on an exponential, are
+compared with float64 within a bound, which is derived next to the check. On a CPU the ops *are* the
+reference, so a comparison with it shows only that the op runs and repeats its result. On a CPU only
+formats, norms, GEMMs and attention are compared with something independent.
 
 M rows, N rows of the other operand of a GEMM, K columns or contraction.
 

@@ -1,4 +1,4 @@
-"""Checks of attention, rotary embedding and the update of scales.
+"""Check attention, rotary embedding and the update of scales.
 
 B batch, H heads, G key/value heads, S sequence, D head size.
 """
@@ -43,7 +43,7 @@ class _Attention:
     why: str
 
     def wide(self) -> list[Tensor]:
-        """The exact values of q, k and v in float64."""
+        """Compute the exact values of q, k and v in float64."""
         pairs = zip(self.tensors, self.scales, strict=True)
         return [values_of(x.dtype).to(x.device)[x.view(torch.uint8).long()] * s for x, s in pairs]
 
@@ -66,7 +66,7 @@ def _attentions(cases: Cases) -> Iterator[_Attention]:
 def _exact_attention(
     q: Tensor, k: Tensor, v: Tensor, case: _Attention
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, probabilities and scores in float64."""
+    """Compute output, probabilities and scores in float64."""
     (left, right, diagonal), scale = case.settings
     groups = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(groups, 1).mT * scale
@@ -84,9 +84,9 @@ _ROUNDED = "float64; error of probabilities rounded to e4m3, and of scores"
 @checks("attention", _ROUNDED, "fp8_attention_op")
 def _check_attention(cases: Cases) -> None:
     """Compare with float64, within the rounding of probabilities, of scores and of sums."""
-    # A probability is rounded by 1/16 of it or, where e4m3 is subnormal, by half of its least step
-    # 2**-9 times ``P_SCALE``. The tensor cores keep about 13 bits of a sum: an error of a score is
-    # an error of the logarithm of a probability. They add up the output with as many bits.
+    # The rounding error of a probability is at most 1/16 of it or, where e4m3 is subnormal, half of
+    # its least step 2**-9 times ``P_SCALE``. The tensor cores keep about 13 bits of the sums of
+    # scores and outputs. The error of a score is an error of the logarithm of a probability.
     for number, case in enumerate(_attentions(cases)):
         dtype = HIGH_PRECISION_DTYPES[number % 3]
         q, k, v = case.wide()
@@ -98,10 +98,10 @@ def _check_attention(cases: Cases) -> None:
         groups = q.shape[1] // k.shape[1]
         size = q.abs() @ k.abs().repeat_interleave(groups, 1).mT * scale
         off = size.amax(-1) * (0.0 if case.why else 2.0**-12)
-        # In float32: sums of up to 2**7 terms, and a logarithm.
+        # Errors in float32: sums of up to 2**7 terms, and a logarithm.
         off = off + (size.amax(-1) + 2) * 2.0**-17
         cases.within(lse, scores.logsumexp(-1), off)
-        cases.within(max_scores, scores.amax(-1), 4 * off)  # no average of scores
+        cases.within(max_scores, scores.amax(-1), 4 * off)  # errors do not average out
         added = 0.0 if case.why else 2.0**-9
         rounding = p * (1 / 16 + 2 * off.unsqueeze(-1) + added) + 2.0**-10 * P_SCALE
         bound = rounding @ v.abs().repeat_interleave(groups, 1)
@@ -111,10 +111,10 @@ def _check_attention(cases: Cases) -> None:
 @checks("attention", "autograd in float64, in the norm", "fp8_attention_backward_op")
 def _check_attention_backward(cases: Cases) -> None:
     """Compare with autograd in float64, within the rounding of the terms of each gradient."""
-    # In float32 the terms, before they cancel, are off by their roundings and by the effect on
-    # probabilities of scores that are off by 2**-17 (see above): less than 2**-16 of them. The
-    # kernel also rounds operands, probabilities and the gradient of the scores to 8 bits, 2**-9
-    # each of the result; in FP8 it rounds them to 4 bits, and keeps 24 dB.
+    # In float32 the terms, before they cancel, have errors of less than 2**-16: their roundings,
+    # and the effect on probabilities of errors of scores of 2**-17 (see above). The kernel also
+    # rounds operands, probabilities and the gradient of the scores to 8 bits, each of which costs
+    # 2**-9 of the result. In FP8 it rounds them to 4 bits, and the result keeps 24 dB.
     for case in _attentions(cases):
         with torch.enable_grad():
             q, k, v = leaves = [x.requires_grad_() for x in case.wide()]
@@ -138,7 +138,7 @@ def _check_attention_backward(cases: Cases) -> None:
 def _gradient_terms(
     case: _Attention, out: Tensor, scores: Tensor, dout: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, had every term the same sign."""
+    """Compute the gradients that q, k and v would have if all terms had the same sign."""
     q, k, v = (x.detach().abs() for x in case.wide())
     scale, G, p = case.settings[1], k.shape[1], scores.softmax(-1)
     k, v = (x.repeat_interleave(q.shape[1] // G, 1) for x in (k, v))

@@ -1,4 +1,4 @@
-"""Checks of casts: quantize, cast, transpose and dequantize, in one orientation and both."""
+"""Check casts: quantize, cast, transpose and dequantize, in one and in both orientations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from float8lab.ops import reference
 __all__ = ["compare_sums", "values_of"]
 
 _ROWWISE = (True, False, False)
-"""The orientation of a cast of the matrix alone, without column sums."""
+"""Arguments of a cast that makes only rowwise FP8 data: no transpose, no column sums."""
 
 
 @checks("casts", REFERENCE, "amax_op")
@@ -64,7 +64,7 @@ def _check_quantize_pair(cases: Cases) -> None:
 
 
 def compare_sums(cases: Cases, got: Tensor, x: Tensor) -> None:
-    """Compare sums of M terms; in float32 a term goes through at most M roundings, in any order."""
+    """Compare sums of M terms: in any order, float32 rounds each term at most M times."""
     wide = x.double()
     bound = wide.abs().sum(0) * (2.0**-24 * max(x.shape[0], 1))
     cases.within(got, wide.sum(0), bound)
@@ -81,7 +81,7 @@ def _check_cast(cases: Cases) -> None:
 
 
 def _check_every_value(cases: Cases) -> None:
-    for dtype in (FP16, BF16):  # every value of 16 bits, and so every halfway case
+    for dtype in (FP16, BF16):  # all 16-bit values contain all halfway cases
         x = torch.arange(2**16, dtype=torch.int32, device="cpu").to(torch.int16).view(dtype)
         x = x.view(256, 256)
         for fp8_dtype in FP8_DTYPES:
@@ -124,9 +124,9 @@ def _check_blocks_and_slots(cases: Cases) -> None:
 
 
 def _nearest(value: Tensor, x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """``value``, float32 on the CPU, clamped and rounded to nearest even, by search."""
-    # The even one of two neighbours is the one whose byte is even. Where ``x`` is infinite, so is
-    # the result, or NaN.
+    """Clamp a float32 CPU tensor, and find its nearest FP8 values, ties to even, by search."""
+    # Of two neighbours, the even FP8 value has the even byte. Where ``x`` is infinite, the result
+    # is infinite, too, or NaN if the format has no infinity.
     values = values_of(fp8_dtype)[:128]
     values = values[values <= largest(fp8_dtype)]
     size = value.double().abs().nan_to_num(nan=0.0, posinf=FLOAT32_MAX)
@@ -142,7 +142,7 @@ def _nearest(value: Tensor, x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
 
 
 def values_of(fp8_dtype: torch.dtype) -> Tensor:
-    """The value of each of the 256 bytes, float64, from the definition of the format."""
+    """Compute the float64 value of each of the 256 bytes from the definition of the format."""
     mantissa, bias = (3, 7) if fp8_dtype == E4M3 else (2, 15)
     byte = torch.arange(128, dtype=torch.int64, device="cpu")
     exponent, fraction = byte >> mantissa, (byte & (2**mantissa - 1)).double() / 2**mantissa

@@ -1,6 +1,6 @@
-"""Checks of routing and permutation in MoE layers.
+"""Check routing and permutation in MoE layers.
 
-T tokens, S places that a token may go to, R rows that tokens go to, E experts.
+T tokens, S places of a token, each for one row, R rows that tokens are copied to, E experts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__: list[str] = []
 
 
 def _row_map(cases: Cases, T: int, S: int, R: int, filled: int) -> Tensor:
-    """Rows below ``filled`` at random places; other numbers are out of range on either side."""
-    to = torch.where(cases.uniform(T * S) < 0.5, -1, R + 3).int()
+    """Make a row map with rows below ``filled`` at random places, and invalid rows elsewhere."""
+    row_ids = torch.where(cases.uniform(T * S) < 0.5, -1, R + 3).int()
     places = cases.uniform(T * S).argsort()[:filled]
-    to[places] = cases.uniform(filled).argsort().int()
-    return torch.cat((to.view(T, S), to.new_full((T, 1), filled)), 1)
+    row_ids[places] = cases.uniform(filled).argsort().int()
+    return torch.cat((row_ids.view(T, S), row_ids.new_full((T, 1), filled)), 1)
 
 
 @checks("experts", f"{REFERENCE}; weighted sums: float64", "scatter_rows_op", "gather_rows_op")
@@ -58,14 +58,14 @@ def _check_permute(cases: Cases) -> None:
             permute.scatter_rows(a.double(), row_map, R, probs.double(), b.double())[1]
             for a, b in ((x, rows), (x.abs(), rows.abs()))
         )
-        cases.within(dots, exact, size * (2.0**-24 * (H + 1)))  # a term is rounded H times at most
+        cases.within(dots, exact, size * (2.0**-24 * (H + 1)))  # H roundings of a term at most
 
 
 def _allowed(z: Tensor) -> float:
-    """How much a score may be off, relative to it, and what it is divided by.
+    """Bound the relative error of a score and of the sum that it is divided by.
 
-    ``ex2.approx`` is right to 2**-22, and a rounding of its argument, which is rounded twice, is
-    one of the result times the argument. Sums add a rounding for each expert, polynomials some.
+    ``ex2.approx`` has a relative error of 2**-22. Each of two roundings of its argument changes its
+    result by eps times the argument. Sums round once for each expert, polynomials some times.
     """
     argument = 2 * z.abs().max().item() if z.numel() else 0.0
     return 2 * (2.0**-22 + argument * 2.0**-23) + (z.shape[1] + 32) * 2.0**-24
@@ -87,7 +87,7 @@ def _check_row_map(cases: Cases) -> None:
 @checks("experts", "float64; choices: the reference on the CPU", "route_op", "route_backward_op")
 def _check_route(cases: Cases) -> None:
     for T, E, topk, groups, best in ((40, 36, 4, 6, 2), (9, 128, 8, 1, 0), (70, 7, 1, 1, 0)):
-        z = (cases.normal(T, E) * 48).round() / 16  # with equal ones, and none that are nearly so
+        z = (cases.normal(T, E) * 48).round() / 16  # some are equal, but none nearly equal
         for name, before in (
             ("softmax", False), ("softmax", True), ("sigmoid", False), ("sqrtsoftplus", False),
         ):  # fmt: skip
@@ -110,7 +110,7 @@ def _terms(
     grad: Tensor, z: Tensor, chosen: Tensor, topk: int, name: str, before: bool, scaling: float,
     dense: bool,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the logits, had every term the same sign."""
+    """Compute the gradient that the logits would have if all terms had the same sign."""
     if dense:
         chosen, topk, before = torch.ones_like(chosen), 2, True
     z = z.double()

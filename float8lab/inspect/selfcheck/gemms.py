@@ -1,4 +1,4 @@
-"""Checks of GEMMs.  M rows, N rows of the other operand, K contraction."""
+"""Check GEMMs.  M rows, N rows of the other operand, K contraction."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["GEMM_BOUND", "ExactGemm"]
 
 _BLOCKS: tuple[tuple[int, int], ...] = ((-1, -1), (1, -1), (1, 128), (128, 128), (1, 32))
 _SURE = 7.0
-"""Standard deviations, or upper bounds of them, within which an error must be: a larger error has a
-probability of 2 exp(-7**2 / 2), 5e-11, by Hoeffding's inequality. It takes the place of the factor
-sqrt(K) of a certain bound."""
+"""Standard deviations, or upper bounds of them, within which an error must be. A larger error has a
+probability of 2 exp(-7**2 / 2) = 5e-11, by Hoeffding's inequality. The worst-case bound would have
+a factor sqrt(K) in its place."""
 
 GEMM_BOUND = (
     "dequantize and matmul in float64; bound: K float32 additions and, in FP8 or where bfloat16 "
@@ -31,13 +31,13 @@ GEMM_BOUND = (
 
 
 class ExactGemm:
-    """``left @ right.mT`` in float64, and the unit in which its error is measured."""
+    """The result ``left @ right.mT`` in float64, and the unit of its error."""
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
         self.exact = left @ right.mT
         self.size = (left.square() @ right.square().mT).sqrt()
-        """The root of the sum of the squared terms. The error of a sum whose terms are each off
-        at random is of this size, and so are its partial sums where signs are random."""
+        """The square root of the sum of the squared terms. A sum whose terms have random errors has
+        an error of this size, and partial sums of terms with random signs have this size, too."""
         self.K = left.shape[-1]
 
     def within(
@@ -45,10 +45,10 @@ class ExactGemm:
     ) -> None:
         """Compare a result with the exact one plus ``bias``, within the error of a correct kernel.
 
-        A native GEMM may be as far off as one of operands rounded to bfloat16, 2**-9 each: the
+        A native GEMM may have the error of operands rounded to bfloat16, which is 2**-9 each: its
         terms are exact, but Hopper adds 128 of them with about 13 bits, and then in float32. An
-        emulated one in bfloat16 on a GPU has such operands, and partial sums in bfloat16.
-        All others have float32 operands, rounded as ``float32_matmul_precision`` allows.
+        emulated GEMM with bfloat16 output on a GPU has such operands, and partial sums in bfloat16.
+        Other GEMMs have float32 operands, rounded as ``float32_matmul_precision`` allows.
         """
         if got.dtype != out_dtype:
             cases.fail(f"output is {got.dtype}, not {out_dtype}")
@@ -61,7 +61,7 @@ class ExactGemm:
             operands = 2 * 2.0**-bits
         additions = _SURE * 2.0**-24 * math.sqrt(max(self.K, 1))
         bound = self.size * (_SURE * (operands + additions))
-        # Rounded once; on its way through a bias, which is rounded too, three times.
+        # The result is rounded once; with a bias, which is rounded, too, it is rounded three times.
         rounding = torch.finfo(out_dtype).eps / 2
         exact = self.exact
         if bias is not None:
@@ -73,11 +73,11 @@ class ExactGemm:
 
 
 def _quantize(x: Tensor, block: tuple[int, int], fp8_dtype: torch.dtype) -> list[Tensor]:
-    """FP8 data and scales of a matrix or of each one of a batch, and their values in float64."""
+    """Quantize a matrix or batch; return FP8 data, scales and the float64 values of both."""
     if x.ndim == 3:
         matrices = [_quantize(matrix, block, fp8_dtype) for matrix in x]
         return [torch.stack(tensors) for tensors in zip(*matrices, strict=True)]
-    rule = "e8m0" if block == (1, 32) else "fp32"  # the only scales that GPUs multiply
+    rule = "e8m0" if block == (1, 32) else "fp32"  # GPUs take no other scales of 1x32 blocks
     q, scale, _ = reference.quantize(x, fp8_dtype, block, rule, 0.0, 1)
     return [q, scale, reference.dequantize(q, scale, block, torch.float64)]
 
@@ -104,7 +104,7 @@ class _Pair:
         fast_accum: bool = False, arrange: Callable[[Tensor], Tensor] = lambda q: q,
         into: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Begin a case, multiply, ``into`` a tensor if there is one, and compare."""
+        """Begin a case, compute the GEMM, ``into`` a tensor if there is one, and compare it."""
         more = (name_of(out_dtype), "bias" * (bias is not None), "fast_accum" * fast_accum, case)
         self.cases.begin(" ".join(filter(None, (self.name, *more))), self.why)
         bias = None if bias is None else bias.to(self.cases.device)
@@ -130,12 +130,12 @@ def _check_scaled_mm(cases: Cases) -> None:
             pair = _Pair(cases, *operands, blocks, (fp8_dtype, E4M3))
             for out_dtype in HIGH_PRECISION_DTYPES:
                 pair.compare(out_dtype, fast_accum=True)
-        for M, N, K in _PRODUCT_SHAPES:
+        for M, N, K in _GEMM_SHAPES:
             pair = _Pair(cases, cases.normal(M, K), cases.normal(N, K), blocks)
             pair.compare(BF16, bias=cases.normal(N))
             pair.compare(FP32)
-        # 1001 blocks of many magnitudes, the largest first, in the middle and last: a scale that is
-        # read from the wrong place cannot hide.
+        # There are 1001 blocks of many magnitudes; the first, the middle and the last are largest.
+        # So a scale that is read from the wrong place shows.
         size = torch.exp2(cases.normal(1001) * 2)
         size[[0, 500, 1000]] = 64.0
         left = cases.normal(3, 1001 * 128) * size.repeat_interleave(128)
@@ -151,20 +151,20 @@ def _check_scaled_mm(cases: Cases) -> None:
                 pair.compare(out_dtype, name)
 
 
-_PRODUCT_SHAPES = ((1, 1, 1), (1, 64, 16), (0, 32, 64), (32, 0, 64), (5, 6, 0), (130, 33, 1152))
+_GEMM_SHAPES = ((1, 1, 1), (1, 64, 16), (0, 32, 64), (32, 0, 64), (5, 6, 0), (130, 33, 1152))
 
 
 def _misaligned(q: Tensor) -> Tensor:
-    """The same values, a byte off any alignment."""
-    room = torch.zeros(q.numel() + 1, dtype=torch.uint8, device=q.device)[1:].view(q.shape)
-    return room.copy_(q.view(torch.uint8)).view(q.dtype)
+    """Copy values to an address that is not aligned, one byte after an aligned one."""
+    copy = torch.zeros(q.numel() + 1, dtype=torch.uint8, device=q.device)[1:].view(q.shape)
+    return copy.copy_(q.view(torch.uint8)).view(q.dtype)
 
 
 def _strided(q: Tensor) -> Tensor:
-    """The same values, as columns of a wider matrix."""
-    room = torch.zeros(q.shape[0], q.shape[1] + 31, dtype=torch.uint8, device=q.device)
-    room = room[:, 7 : 7 + q.shape[1]]
-    return room.copy_(q.view(torch.uint8)).view(q.dtype)
+    """Copy values to columns of a wider matrix."""
+    wide = torch.zeros(q.shape[0], q.shape[1] + 31, dtype=torch.uint8, device=q.device)
+    columns = wide[:, 7 : 7 + q.shape[1]]
+    return columns.copy_(q.view(torch.uint8)).view(q.dtype)
 
 
 def _special_rows(cases: Cases) -> dict[str, Tensor]:
@@ -186,8 +186,8 @@ def _check_scaled_mm_into(cases: Cases) -> None:
         for M, N in ((64, 48), (37, 50)):
             pair = _Pair(cases, cases.normal(M, 272), cases.normal(N, 272), blocks)
             for out_dtype in HIGH_PRECISION_DTYPES:
-                room = torch.full((M + 6, N), torch.nan, dtype=out_dtype, device=cases.device)
-                pair.compare(out_dtype, "into rows", into=room[3 : M + 3])
+                rows = torch.full((M + 6, N), torch.nan, dtype=out_dtype, device=cases.device)
+                pair.compare(out_dtype, "into rows", into=rows[3 : M + 3])
 
 
 @checks("gemms", GEMM_BOUND, "scaled_mm_op", name="scaled_bmm")

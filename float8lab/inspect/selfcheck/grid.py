@@ -1,4 +1,4 @@
-"""Matrices, layouts and recipes that the checks of casts share, and names for them."""
+"""Define matrices, layouts and recipes that the checks of casts share, and their names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 # The grid. Every combination of dtype, format, block and divisibility by 16 is a kernel to compile
-# on a GPU, a fifth of a second or more, so that each case runs some of them and the tests all.
+# on a GPU, which takes 0.2 s or more. So a check runs only some of them, and the tests run all.
 
 RECIPES: dict[str, tuple[tuple[int, int], str, float]] = {
     "per tensor": ((-1, -1), "fp32", 0.0),
@@ -67,8 +67,8 @@ def matrices(
 ) -> Iterator[tuple[int, str, Tensor, int]]:
     """Yield number, name, matrix and alignment of each matrix.
 
-    With a ``variant`` these are the first matrix, one that the variant picks, and the empty ones;
-    without one they are all. Every second one has ``infinities``.
+    Without a ``variant`` these are all matrices, else the first, one that the variant picks, and
+    the empty ones. If ``infinities`` is set, every second matrix has infinities and NaN.
     """
     for number, (shape, dtype, layout, align) in enumerate(_SHAPES):
         if variant is None or number in (0, 1 + variant % 4) or 0 in shape:
@@ -79,7 +79,7 @@ def matrices(
 
 
 def with_infinities(x: Tensor) -> Tensor:
-    """A copy of a matrix with infinities and NaN here and there, next to each other."""
+    """Copy a matrix, and put infinities and NaN next to each other at several places."""
     x = x.clone()
     for start, value in enumerate((torch.inf, torch.nan, -torch.inf)):
         x.diagonal(start)[:: 37 + start] = value
@@ -100,16 +100,16 @@ def granularity(block: Sequence[int]) -> str:
 
 
 def given(x: Tensor | Prologue) -> tuple[str, Sequence[Tensor], torch.dtype]:
-    """The first arguments of a cast of a matrix or of a prologue."""
+    """Return the first arguments of a cast of a matrix or a prologue."""
     return x[:3] if isinstance(x, Prologue) else ("", [x], x.dtype)
 
 
 QuantizeOptions = tuple[torch.dtype, tuple[int, int], str, float, int]
-"""Format, block, scale rule, epsilon of the amax and alignment."""
+"""FP8 format, block, scale rule, epsilon of the amax, and alignment."""
 
 
 def quantize_cases(cases: Cases) -> Iterator[tuple[Tensor, QuantizeOptions]]:
-    """Begin each case; yield the matrix, and how to quantize it."""
+    """Begin each case; yield its matrix, and the options to quantize it."""
     for index, (recipe, options) in enumerate(RECIPES.items()):
         for number, name, x, align in matrices(cases, index):
             fp8_dtype = FP8_DTYPES[(index + number) % 2]

@@ -1,4 +1,4 @@
-"""Checks of the ops of MoE layers.  M rows in E groups, N and K features."""
+"""Check the casts and GEMMs of MoE layers.  M rows in E groups, N and K features."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from float8lab.ops.reference.grouped import bounds_of
 
 __all__: list[str] = []
 
-_cast: Any = reference.cast  # called with arguments in tuples
+_cast: Any = reference.cast  # Any: it is called with arguments in tuples
 
 _SIZES = {
     "ragged groups": (0, 1, 15, 17, 128, 0, 130),
@@ -30,21 +30,21 @@ _SIZES = {
     "no rows": (0, 0),
 }
 _MANY = tuple(97 * i % 400 for i in range(48))
-"""Rows of groups. With 60 tiles of padding rows they exceed the tiles of one wave of a GPU."""
+"""Sizes of groups that, with 60 tiles of padding rows, need more than one wave of a GPU."""
 _CASTS: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {
     "per tensor": ((-1, -1), (-1, -1), "fp32"),
     "per row": ((1, -1), (1, -1), "fp32"),
     "blocks": ((1, 128), (128, 128), "pow2"),
     "1x32": ((1, 32), (1, 32), "e8m0"),
 }
-"""Blocks of the rows and of the weights, and the rule."""
-_WANTED = {"both": (True, True), "rows": (True, False), "transpose": (False, True)}
+"""The block of the rows, the block of the weights, and the scale rule."""
+_ORIENTATIONS = {"both": (True, True), "rows": (True, False), "transpose": (False, True)}
 
 
 def _rows(
     cases: Cases, sizes: Sequence[int], columns: int, dtype: torch.dtype, beyond: int = 9
 ) -> Tensor:
-    """Rows in groups, and padding rows of NaN after them."""
+    """Draw rows for all groups, with padding rows of NaN after them."""
     x = cases.matrix((sum(sizes) + beyond, columns), dtype)
     x[sum(sizes) :] = torch.nan
     return x
@@ -55,7 +55,7 @@ def _offsets(sizes: Sequence[int], number: int) -> Tensor:
 
 
 def _groups(cases: Cases) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, rows and offsets of each division into groups."""
+    """Yield the name, rows and offsets of each division into groups."""
     for index, (name, sizes) in enumerate(_SIZES.items()):
         dtype = (BF16, FP32)[index % 2]
         x = _rows(cases, sizes, 200 + index, dtype)
@@ -67,7 +67,7 @@ def _groups(cases: Cases) -> Iterator[tuple[str, Tensor, Tensor]]:
 def _check_cast_groups(cases: Cases) -> None:
     for index, (scaling, (block, w_block, rule)) in enumerate(_CASTS.items()):
         fp8_dtype = FP8_DTYPES[index % 2]
-        for orientation, flags in _WANTED.items():
+        for orientation, flags in _ORIENTATIONS.items():
             kind = f"{scaling} {format_of(fp8_dtype)} {orientation}"
             for name, x, offs in _groups(cases):
                 cases.begin(f"{name} {kind}")
@@ -99,14 +99,14 @@ def _check_factors_and_activation(cases: Cases, name: str, x: Tensor, offs: Tens
     groups = [value.double().cpu()[start:end] for start, end, _ in bounds_of(offs)]
     exact = torch.stack([rows.sum(0) for rows in groups])
     size = torch.stack([rows.abs().sum(0) for rows in groups])
-    for sums_of_kernel in (sums, want_sums):  # kernels add up in orders of their own
+    for sums_of_kernel in (sums, want_sums):  # the two kernels sum in different orders
         cases.within(sums_of_kernel, exact, size * 2.0**-16)
 
 
 def _compare(
     cases: Cases, got: Sequence[Tensor], want: Sequence[Tensor | None], offs: Tensor
 ) -> None:
-    """Compare what a cast of groups gave; the transpose behind the last group means nothing."""
+    """Compare the results of a cast of groups, but not the transpose behind the last group."""
     used = sum(round_up(end - start, SPAN) for start, end, _ in bounds_of(offs))
     for index, (result, expected) in enumerate(zip(got, want, strict=True)):
         if expected is None or not expected.numel():
@@ -184,7 +184,7 @@ def _compare_groups(
 
 
 def _of_group(operand: BlockOperand, index: int, columns: slice) -> BlockOperand:
-    """The columns of a transpose that a group has, with their scales."""
+    """Return a group's columns of a transpose, with their scales."""
     data, scale, block = operand
     if block[1] != -1:
         scale = scale[:, columns.start // block[1] : columns.stop // block[1]]

@@ -1,4 +1,4 @@
-"""Checks: their cases, comparisons and results, and the report."""
+"""Define checks: their cases, comparisons and results, and the report of all checks."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ __all__ = ["BF16", "FP16", "FP32", "REFERENCE", "Cases", "Check", "Report", "Row
 
 REFERENCE = "the reference on the CPU, bit for bit"
 _OVERLOADS = {name: getattr(ops, name).overload for name in ops.__all__ if name.endswith("_op")}
-"""The ops as the dispatcher has them, which on a CPU are their references."""
+"""The overloads that the dispatcher has; on CPU tensors they call the references."""
 
 _SHOWN = 8
-"""Failures of one row that are written out."""
+"""The number of a row's failures that the report shows."""
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one check, or of those of its cases that run in one way."""
+    """The result of a check, or of those of its cases that are native or emulated alike."""
 
     group: str
     name: str
-    """The op."""
+    """The ops that are checked."""
     against: str
-    """The reference that it is compared with."""
+    """The reference that the ops are compared with."""
     status: str
-    """``"passed"``, ``"emulated"`` (right, but not in FP8), ``"unsupported"`` or ``"failed"``."""
+    """``"passed"``, ``"emulated"`` (correct, but not in FP8), ``"unsupported"`` or ``"failed"``."""
     cases: int
     worst: float | None
-    """The largest error as a fraction of its bound; None where all is compared bit for bit."""
+    """The largest error as a fraction of its bound; None if all is compared bit for bit."""
     reason: str
-    """Why it is emulated or unsupported."""
+    """Why the cases are emulated or unsupported."""
     failures: list[str] = field(default_factory=list)
-    """Each case that failed, and how."""
+    """A description of each failure."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,21 +54,21 @@ class Report(Printed):
     device: str
     rows: list[Row]
     seconds: dict[str, float]
-    """How long each check took."""
+    """The seconds that each check took."""
     verbose: bool = False
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed; an op that this device lacks is no failure."""
+        """Whether no check failed; an op that this device lacks does not count as a failure."""
         return not any(row.status == "failed" for row in self.rows)
 
     def to_json(self) -> dict[str, object]:
-        """Return the same as dicts, lists, numbers and strings."""
+        """Return the report as dicts, lists, numbers and strings."""
         told = {name: getattr(self, name) for name in ("device", "passed", "seconds")}
         return told | {"rows": [asdict(row) for row in self.rows]}
 
     def summary(self) -> str:
-        """The verdict, and a line or more for each op."""
+        """Return the verdict, and one or more lines for each row."""
         counts = Counter(row.status for row in self.rows)
         verdict = "passed" if self.passed else "FAILED"
         lines = [
@@ -102,29 +102,29 @@ class _Tally:
 
 
 class Cases:
-    """The comparisons of one check on one device, and the data that they are made on."""
+    """The comparisons of one check on one device, and the data for them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.tallies: dict[str, _Tally] = {}
-        """Results by the reason why cases are emulated, which is empty for those that are not."""
+        """Results by the reason why cases are emulated; the reason is empty for native cases."""
         self.case = ""
         self._tally: _Tally | None = None
-        self._generator = torch.Generator("cpu").manual_seed(0)  # the caller's stays as it is
+        self._generator = torch.Generator("cpu").manual_seed(0)  # the caller's is not used
 
     def begin(self, case: str, emulated: str = "") -> None:
-        """Start a case, to which the comparisons that follow belong."""
+        """Begin a case; the comparisons that follow belong to it."""
         self.case = case
         self._tally = self.tallies.setdefault(emulated, _Tally())
         self._tally.cases += 1
 
     def fail(self, message: str) -> None:
-        """Record what is wrong in this case."""
+        """Record a failure of the current case."""
         tally = self._tally or self.tallies.setdefault("", _Tally())
         tally.failures.append(f"{self.case}: {message}" if self.case else message)
 
     def on_device(self, value: Any) -> Any:
-        """A copy on the device of a tensor, or of those in a tuple or list, in the same layout."""
+        """Copy a tensor, or the tensors in a tuple or list, to the device in the same layout."""
         if isinstance(value, (tuple, list)):
             return type(value)(map(self.on_device, value))
         if not isinstance(value, Tensor):
@@ -134,39 +134,39 @@ class Cases:
         return memory.as_strided(value.shape, value.stride(), value.storage_offset())
 
     def both(self, name: str, *arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """Call an op of ``float8lab.ops`` and its reference, given its arguments on the CPU.
+        """Call an op of ``float8lab.ops`` and its reference with these arguments from the CPU.
 
-        Arguments that the op writes are compared.
+        Arguments that the op writes are compared in this method.
 
         Returns:
             The results on the device, and those of the reference.
         """
-        there, overload = self.on_device(arguments), _OVERLOADS[name]
-        got, want = _listed(getattr(ops, name)(*there)), _listed(overload(*arguments))
+        device_arguments, overload = self.on_device(arguments), _OVERLOADS[name]
+        got, want = _listed(getattr(ops, name)(*device_arguments)), _listed(overload(*arguments))
         assert len(got) == len(want), "as many results as the reference has"
         for result, expected, argument in zip(
-            there, arguments, overload._schema.arguments, strict=False
+            device_arguments, arguments, overload._schema.arguments, strict=False
         ):
             if argument.is_write and expected is not None:
                 self.same(result, expected)
         return got, want
 
     def agree(self, name: str, *arguments: object, but: int | None = None) -> list[Tensor]:
-        """Compare what an op returns and writes with its reference; return it, on the device.
+        """Compare an op's results and written arguments with its reference; return the results.
 
         Args:
-            name: of the op in ``float8lab.ops``.
-            arguments: on the CPU.
-            but: the number of a result that is not compared.
+            name: the op's name in ``float8lab.ops``.
+            arguments: the op's arguments on the CPU.
+            but: the index of a result that is not compared.
         """
         got, want = self.both(name, *arguments)
-        # What an op does not give is a vector without elements.
-        there = [i for i, expected in enumerate(want) if i != but and expected.shape != (0,)]
-        self.same([got[i] for i in there], [want[i] for i in there])
+        # A result that the op was not asked for is a vector without elements.
+        compared = [i for i, expected in enumerate(want) if i != but and expected.shape != (0,)]
+        self.same([got[i] for i in compared], [want[i] for i in compared])
         return got
 
     def same(self, got: Tensor | Sequence[Tensor], want: Tensor | Sequence[Tensor]) -> None:
-        """Compare bits and strides; 0 is equal to -0 outside FP8, and every NaN to every other."""
+        """Compare bits and strides; 0 equals -0 outside FP8, and any NaN equals any other NaN."""
         got, want = _listed(got), _listed(want)
         for number, (result, expected) in enumerate(zip(got, want, strict=True)):
             if problem := _difference(result, expected):
@@ -174,7 +174,7 @@ class Cases:
                 return
 
     def within(self, got: Tensor, exact: Tensor, bound: Tensor | float) -> None:
-        """Check that ``got`` is within ``bound`` of ``exact``, float64; NaN and inf must agree."""
+        """Check that ``got`` is within ``bound`` of ``exact`` (float64); NaN and inf must agree."""
         assert self._tally is not None
         exact, got = exact.cpu(), got.detach().cpu().double()
         if got.shape != exact.shape:
@@ -187,29 +187,29 @@ class Cases:
         worst = ratio.max().item() if ratio.numel() else 0.0
         self._tally.worst = max(worst, self._tally.worst or 0.0)
         if worst > 1:
-            at = _first(ratio == worst)
+            index = _first(ratio == worst)
             self.fail(
                 f"{int((ratio > 1).sum())} of {ratio.numel()} elements off by more than the bound; "
-                f"at {at} got {got[at].item():.9g}, exact is {exact[at].item():.9g}, "
-                f"bound {limit[at].item():.3g}"
+                f"at {index} got {got[index].item():.9g}, exact is {exact[index].item():.9g}, "
+                f"bound {limit[index].item():.3g}"
             )
 
-    # Data: made on the CPU, so that every device sees the same.
+    # Data are made on the CPU, so that every device gets the same.
 
     def normal(self, *shape: int) -> Tensor:
-        """Normal numbers, float32, on the CPU."""
+        """Draw normal numbers in float32 on the CPU."""
         return torch.randn(shape, generator=self._generator, dtype=FP32, device="cpu")
 
     def uniform(self, *shape: int) -> Tensor:
-        """Uniform numbers from 0 to 1, float32, on the CPU."""
+        """Draw uniform numbers from 0 to 1 in float32 on the CPU."""
         return torch.rand(shape, generator=self._generator, dtype=FP32, device="cpu")
 
     def bytes(self, *shape: int) -> Tensor:
-        """Random uint8 numbers on the CPU."""
+        """Draw random uint8 numbers on the CPU."""
         return torch.randint(256, shape, generator=self._generator, dtype=torch.uint8, device="cpu")
 
     def matrix(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """A matrix on the CPU, with columns of many magnitudes and a row and a column of zeros."""
+        """Draw a CPU matrix with columns of many magnitudes, and a row and a column of zeros."""
         x = self.normal(*shape)
         if x.numel() > 1:
             x *= torch.logspace(-3, 3, shape[1], dtype=FP32, device="cpu")
@@ -226,7 +226,7 @@ def _listed(results: Any) -> list[Any]:
 def _difference(got: Tensor, want: Tensor) -> str:
     if (got.dtype, got.shape) != (want.dtype, want.shape):
         return f"{got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
-    # Strides of a dimension of 1 mean nothing, those of an empty tensor neither.
+    # Strides mean nothing in a dimension of size 1 and in an empty tensor.
     if got.stride() != want.stride() and 1 not in got.shape and got.numel():
         return f"strides {got.stride()}, not {want.stride()}"
     got, want = got.detach().cpu(), want.detach().cpu()
@@ -235,10 +235,10 @@ def _difference(got: Tensor, want: Tensor) -> str:
     equal |= got.float().isnan() & want.float().isnan()
     if bool(equal.all()):
         return ""
-    at = _first(~equal)
+    index = _first(~equal)
     return (
         f"{int((~equal).sum())} of {equal.numel()} elements differ; "
-        f"at {at} got {got.float()[at].item():.9g}, not {want.float()[at].item():.9g}"
+        f"at {index} got {got.float()[index].item():.9g}, not {want.float()[index].item():.9g}"
     )
 
 
@@ -253,7 +253,7 @@ class Check:
     group: str
     name: str
     ops: tuple[str, ...]
-    """Names in ``float8lab.ops`` that it calls and compares."""
+    """The names in ``float8lab.ops`` of the ops that it calls and compares."""
     against: str
     run: Callable[[Cases], None]
 

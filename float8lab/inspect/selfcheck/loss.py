@@ -1,4 +1,4 @@
-"""Checks of the cross entropy over a sharded vocabulary.  M tokens, V words of this rank."""
+"""Check the cross entropy over a sharded vocabulary.  M tokens, V words of this rank."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def _check_cross_entropy(cases: Cases) -> None:
         logits = (cases.normal(M, V + 1) * 4).to(dtype)[:, :V]
         if V > 8:
             logits[0, : V // 2] = -torch.inf
-        target = (cases.uniform(M) * (V + 2)).to(torch.int64) - 1  # one word too many on each side
+        target = (cases.uniform(M) * (V + 2)).to(torch.int64) - 1  # also -1 and V, out of range
         exact = cross_entropy.cross_entropy_statistics(logits.double(), target)
         got = ops.cross_entropy_statistics_op(*cases.on_device((logits, target)))
-        # ex2.approx is right to 2**-22; a rounding of its argument, which is rounded twice, is one
-        # of the result times the argument; sums, and their rescaling, round once for each term.
+        # ex2.approx has a relative error of 2**-22. Each of two roundings of its argument changes
+        # its result by eps times the argument. Sums and their rescaling round once for each term.
         logit_range = 2 * max([0.0, *logits.float().clamp(min=-100).abs().flatten().tolist()])
         allowed = 2 * (4 * _EPS + logit_range * 2 * _EPS) + (V + 32) * _EPS
         cases.same(got[[0, 2]], exact[[0, 2]].float())
         cases.within(got[1], exact[1], exact[1] * allowed)
         finite = logits.double().nan_to_num(neginf=0.0)
-        at = finite.sum(1) == exact[3]  # the others are -inf
-        cases.same(got[3].cpu()[~at], exact[3][~at].float())
-        cases.within(got[3].cpu()[at], exact[3][at], (finite.abs().sum(1) * V * _EPS)[at])
+        rows = finite.sum(1) == exact[3]  # the other rows sum to -inf
+        cases.same(got[3].cpu()[~rows], exact[3][~rows].float())
+        cases.within(got[3].cpu()[rows], exact[3][rows], (finite.abs().sum(1) * V * _EPS)[rows])
 
         factors = torch.stack(
             [exact[0] + exact[1].log(), cases.normal(M).double(), cases.normal(M).double(),

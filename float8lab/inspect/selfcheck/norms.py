@@ -1,4 +1,4 @@
-"""Checks of norms, forward and backward, of FP8 matrices too."""
+"""Check norms of high-precision and of FP8 matrices, forward and backward."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _EPS = 1e-5
 
 @dataclass(frozen=True)
 class _Norm:
-    """A norm of a matrix, which may be in FP8: all tensors are on the CPU."""
+    """The arguments of a norm of a matrix, which may be in FP8; all tensors are on the CPU."""
 
     stored: Tensor
-    """The matrix as the op is given it."""
+    """The matrix that the op takes; FP8 data if it is in FP8."""
     more: tuple[object, ...]
-    """The scale and the block of a matrix in FP8."""
+    """The scale and the block of a matrix in FP8; empty for other matrices."""
     x: Tensor
-    """Its values."""
+    """The values of the matrix in high precision."""
     weight: Tensor
     bias: Tensor | None
     """None for RMSNorm, which does not center."""
@@ -59,7 +59,7 @@ def _norms(cases: Cases, *, fp8: bool) -> Iterator[_Norm]:
 
 
 _STATISTICS = "statistics: float64; given these, values and amax: bit for bit"
-_OF_FP8 = "statistics: float64 of the dequantized; given these, values: bit for bit"
+_FP8_STATISTICS = "statistics: float64 of the dequantized; given these, values: bit for bit"
 
 
 @checks("norms", _STATISTICS, "norm_op")
@@ -68,12 +68,12 @@ def _check_norm(cases: Cases) -> None:
         y, *statistics = _compare_norm(cases, norm)
         arguments = (norm.stored, norm.weight, norm.bias, _EPS, *norm.options)
         _, *repeated, amax = ops.norm_op(*cases.on_device(arguments), None, (), False, True)
-        first = norm.bias is None  # which has no mean
+        first = norm.bias is None  # RMSNorm has no mean to compare
         cases.same(repeated[first:], statistics[first:])
         cases.same(amax, reference.amax(y.cpu(), (-1, -1)))
 
 
-@checks("norms", _OF_FP8, "norm_op", name="fp8_norm")
+@checks("norms", _FP8_STATISTICS, "norm_op", name="fp8_norm")
 def _check_fp8_norm(cases: Cases) -> None:
     for norm in _norms(cases, fp8=True):
         _compare_norm(cases, norm)
@@ -81,9 +81,9 @@ def _check_fp8_norm(cases: Cases) -> None:
 
 def _compare_norm(cases: Cases, norm: _Norm) -> tuple[Tensor, Tensor, Tensor]:
     """Compare statistics with float64, and values with the reference given these statistics."""
-    # Sums of K terms in float32 in the order of a tree go through log2(K) + 1 roundings, less than
-    # 2**5. The variance is a sum of squares, each rounded thrice, and rstd is half as far off as
-    # that.
+    # A float32 sum of K terms in the order of a tree rounds each term log2(K) + 1 times, which is
+    # less than 2**5. The variance is a sum of squares, which are each rounded three times. The
+    # relative error of rstd is half that of the variance.
     x, weight, bias = norm.x, norm.weight, norm.bias
     arguments = (norm.stored, weight, bias, _EPS, *norm.options, *norm.more)
     y, mean, rstd, _ = ops.norm_op(*cases.on_device(arguments))
@@ -119,9 +119,9 @@ def _check_fp8_norm_backward(cases: Cases) -> None:
 
 def _compare_norm_backward(cases: Cases, norm: _Norm) -> None:
     """Compare gradients with float64, within the rounding of their terms."""
-    # A result is rounded once to the dtype. The terms of dx, which may cancel, are off by 2**-16:
-    # their means are sums as in ``_compare_norm``. Sums over M rows go through at most M roundings
-    # of terms that are themselves rounded up to three times.
+    # A result is rounded once to the dtype. Terms of dx, which may cancel, have a relative error of
+    # 2**-16, since their means are sums as in ``_compare_norm``. Sums over M rows round each term
+    # at most M times, and the terms are themselves rounded up to three times.
     x, weight, bias = norm.x, norm.weight, norm.bias
     dy = cases.normal(*x.shape).to(x.dtype)
     _, mean, rstd, _ = reference.norm(x, weight, bias, _EPS, *norm.options)

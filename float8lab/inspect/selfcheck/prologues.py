@@ -1,4 +1,4 @@
-"""Checks of casts of values computed inside the cast: norms, activations and their gradients."""
+"""Check casts that compute their values: norms, activations and gradients of activations."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _SOME_KINDS = (
     ("gelu_backward", FP32),
     ("geglu_backward", BF16),
 )
-"""Kinds that together cover every way in which the kernels load a prologue."""
+"""Kinds of prologues that together cover every way in which the kernels load one."""
 _SHAPES = ((63, 130), (300, 512), (0, 64))
 _RECIPES = ("per tensor", "per row", "1x128", "128x128", "1x32 e8m0")
 
 
 def _inputs(cases: Cases, kind: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
-    """A prologue of about this shape; gradients of gated activations have an even width."""
+    """Draw inputs of a prologue of about this shape; gated gradients have an even width."""
     rows, columns = shape
 
     def matrix(width: int) -> Tensor:
@@ -63,8 +63,8 @@ def _inputs(cases: Cases, kind: str, shape: tuple[int, int], dtype: torch.dtype)
 )
 def _check_value_of(cases: Cases) -> None:
     """Compare values with the reference, or with float64 where there is an exponential."""
-    # An exponential is off by 2**-22, ``ex2.approx`` of the PTX manual, and by the rounding of its
-    # argument of up to 2**7, 2**-17; the reciprocal is off by 2**-23; then there is one rounding.
+    # Relative errors are 2**-22 for an exponential (``ex2.approx`` in the PTX manual), 2**-17 for
+    # the rounding of its argument of up to 2**7, 2**-23 for a reciprocal, and a final rounding.
     for index, kind in enumerate(_KINDS):
         function = reference.ACTIVATIONS.get(kind.removesuffix("_backward"), ("norm", False))[0]
         for shape in (_SHAPES[index % 2], _SHAPES[2]):
@@ -86,7 +86,7 @@ _COMPOSED = "the op of the written values, both on this device, bit for bit"
 
 def _prologues(cases: Cases) -> Iterator[tuple[ops.Prologue, Tensor, QuantizeOptions]]:
     """Begin each case; yield a prologue, its values on the device, and how to quantize them."""
-    for at, (kind, dtype) in enumerate(_SOME_KINDS):
+    for kind_number, (kind, dtype) in enumerate(_SOME_KINDS):
         for number, shape in enumerate(_SHAPES):
             fp8_dtype, align = FP8_DTYPES[number % 2], (1, 16)[number % 2]
             cases.begin(f"{kind} {shape[0]}x{shape[1]} {name_of(dtype)} {format_of(fp8_dtype)}")
@@ -94,7 +94,7 @@ def _prologues(cases: Cases) -> Iterator[tuple[ops.Prologue, Tensor, QuantizeOpt
             if number == 1:
                 inputs[0] = with_infinities(inputs[0])
             prologue = ops.Prologue(kind, cases.on_device(inputs), dtype)
-            recipe = RECIPES[_RECIPES[(at * len(_SHAPES) + number) % len(_RECIPES)]]
+            recipe = RECIPES[_RECIPES[(kind_number * len(_SHAPES) + number) % len(_RECIPES)]]
             yield prologue, prologue.value(), (fp8_dtype, *recipe, align)
 
 
@@ -114,14 +114,14 @@ def _check_cast_of(cases: Cases) -> None:
     encode = torch.tensor([27.1], dtype=FP32, device=cases.device)
     for prologue, value, (fp8_dtype, *_, align) in _prologues(cases):
         options = (fp8_dtype, (-1, -1), "encode", 0.0, align)
-        for at, transposed in ((0, False), (3, True)):
+        for index, transposed in ((0, False), (3, True)):
             oriented = (*options, not transposed, transposed, False, encode)
             slot, want_slot = (torch.full_like(encode, ops.NO_DATA) for _ in range(2))
             got = _cast(prologue, *oriented, None, None, slot)
             rowwise = (*options, True, False, False, encode, None, None, want_slot)
             want = _cast(value.t() if transposed else value, *rowwise)
-            cases.same((got[at], slot), (want[0], want_slot))
-            cases.same(_cast(prologue, *oriented)[at], want[0])
+            cases.same((got[index], slot), (want[0], want_slot))
+            cases.same(_cast(prologue, *oriented)[index], want[0])
 
 
 @checks("prologues", f"{_COMPOSED}; column sums: float64", "cast_op", name="cast_pair_of")

@@ -1,4 +1,4 @@
-"""Run all checks, on a GPU in several programs at once."""
+"""Run all checks; for a GPU, run them in several programs at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHECKS = tuple(
 
 _LONG = ("scaled_mm", "cast_many", "cast_of", "quantize_of", "quantize_pair", "scaled_bmm",
          "value_of", "cast")  # fmt: skip
-"""Checks with the most kernels."""
+"""The checks with the most kernels to compile."""
 
 
 def selfcheck(device: torch.device | str | None = None, verbose: bool = False) -> Report:
@@ -46,11 +46,11 @@ def selfcheck(device: torch.device | str | None = None, verbose: bool = False) -
 
     Args:
         device: ``"cpu"`` or a CUDA device; by default the current GPU, or the CPU without one.
-        verbose: the printed report says what every op was compared with, and has all failures.
+        verbose: the printed report has the reference of every op, and all failures.
 
     Returns:
-        A report: ``print`` it, ask ``.passed``, read ``.rows``. A failure is a row, no exception;
-        what this device lacks is ``"unsupported"`` or ``"emulated"``, with the reason, no failure.
+        A report to ``print``, with ``.passed`` and ``.rows``. A failure is a row, not an exception.
+        Ops that the device lacks are ``"unsupported"`` or ``"emulated"`` with a reason, not failed.
 
     Raises:
         RuntimeError: torch does not see the device.
@@ -72,13 +72,13 @@ def selfcheck(device: torch.device | str | None = None, verbose: bool = False) -
 
 
 def run_checks(device: torch.device, names: Sequence[str]) -> dict[str, tuple[list[Row], float]]:
-    """Run some of the checks; return by name their rows, and how many seconds each took."""
+    """Run the named checks; return their rows and seconds by name."""
     results = {}
     on_device: AbstractContextManager[object] = (
         torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     )
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the matrices are small: threads wait for each other, up to 10 times
+    torch.set_num_threads(1)  # with small matrices, waiting threads take up to 10 times as long
     try:
         with on_device, torch.no_grad(), torch.autocast(device.type, enabled=False):
             for check in CHECKS:
@@ -105,20 +105,20 @@ for name in names:
 
 
 def _run_in_programs(device: torch.device, programs: int) -> dict[str, tuple[list[Row], float]]:
-    """Run all checks in several programs at once, since nearly all of their time compiles kernels.
+    """Run all checks in several programs at once, since nearly all time goes to compilation.
 
-    Threads would not do, since Triton compiles under Python's lock, and a pool of processes would
+    Threads would not help, since Triton compiles under Python's lock, and a pool of processes would
     rerun the caller's script.
     """
-    # The longest first: each program takes every so many.
+    # The longest checks come first, and are distributed over the programs in turn.
     names = sorted((check.name for check in CHECKS), key=lambda name: name not in _LONG)
-    shares = [names[i::programs] for i in range(programs)]
-    at = device
+    name_lists = [names[i::programs] for i in range(programs)]
+    chosen_device = device
     if device.type == "cuda" and device.index is None:
-        at = torch.device("cuda", torch.cuda.current_device())
+        chosen_device = torch.device("cuda", torch.cuda.current_device())
 
     def run(share: Sequence[str]) -> Iterable[tuple[str, tuple[list[Row], float]]]:
-        command = [sys.executable, "-c", _CODE, json.dumps([sys.path, str(at), *share])]
+        command = [sys.executable, "-c", _CODE, json.dumps([sys.path, str(chosen_device), *share])]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         results = {}
         for line in done.stdout.splitlines():
@@ -127,7 +127,7 @@ def _run_in_programs(device: torch.device, programs: int) -> dict[str, tuple[lis
                 results[name] = [Row(**row) for row in rows], seconds
         last = " ".join(done.stderr.split()[-60:])
         for name in share:
-            if name not in results:  # it died, as of a signal
+            if name not in results:  # the program died, for example by a signal
                 problem = f"the program that ran it ended with status {done.returncode}: {last}"
                 check = next(check for check in CHECKS if check.name == name)
                 row = Row(check.group, name, check.against, "failed", 0, None, "", [problem])
@@ -135,14 +135,14 @@ def _run_in_programs(device: torch.device, programs: int) -> dict[str, tuple[lis
         return results.items()
 
     with ThreadPoolExecutor(programs) as pool:
-        return {name: result for results in pool.map(run, shares) for name, result in results}
+        return {name: result for results in pool.map(run, name_lists) for name, result in results}
 
 
 def _rows_of(check: Check, device: torch.device) -> list[Row]:
     cases, lacking = Cases(device), ""
     try:
         check.run(cases)
-    except Exception as error:  # of any kind: the other checks have something to say, too
+    except Exception as error:  # any error is reported, and the other checks still run
         lacking = why_casts_are_missing(device)
         cases.fail(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
     rows = []
