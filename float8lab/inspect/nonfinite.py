@@ -267,7 +267,7 @@ class _Look:
         return tree_map(alias_of, args), tree_map(alias_of, kwargs)
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        # Activation checkpointing ends a recomputation by an exception, while modules still run.
+        # Activation checkpointing stops a recomputation by an exception, while modules still run.
         if all(running is not module for running, _ in self._stack):
             return  # the exception came before _enter
         running, clears = self._stack.pop()

@@ -28,7 +28,7 @@ class Links:
     def seconds(self, size: float, ranks: int, stride: int, *, ring: bool = False) -> float:
         """Predict the seconds of an all-gather or a reduce-scatter of ``size`` bytes in total.
 
-        The ranks of a group are ``stride`` apart, and ranks of one machine are neighbours. In a
+        The ranks of a group are every ``stride``-th, and those of a machine are neighbours. In a
         ``ring``, data go from rank to rank, and only one GPU of a machine sends to the next.
 
         >>> from float8lab.inspect.scale.mesh import Links

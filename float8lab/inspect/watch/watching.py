@@ -64,13 +64,15 @@ class watch:
     for each watched step: amax, scales, shares of elements that saturated, became subnormal or
     zero, SQNR, staleness of a delayed scale, NaNs and infinities. It also counts the GEMMs of
     linear layers. Several casts of one operand in a step, as in gradient accumulation, make one
-    record. A recomputation by activation checkpointing does not count as a cast. If the model is in
-    training mode, its layers in ``eval`` mode are not watched.
+    record. A recomputation by activation checkpointing does not count as a cast. A layer is not
+    watched while its mode (``train`` or ``eval``) differs from that of the model.
 
-    A step ends when ``w.step(loss)`` is called. Until the first such call, it ends after each
+    A step is over when ``w.step(loss)`` is called. Until the first such call, it is over after each
     ``step`` of the optimizer that has parameters of the model. Casts after the last end of a step
-    make a step as well. Code that ``torch.compile`` has compiled runs uncompiled in watched steps,
-    and compiled in other steps. Code that ``torch.cuda.graph`` has captured cannot be seen.
+    make a step as well.
+
+    Code that ``torch.compile`` has compiled runs uncompiled in watched steps, and compiled in other
+    steps. Code that ``torch.cuda.graph`` has captured cannot be seen.
 
     Args:
         model: any module; it may be compiled.
@@ -154,7 +156,7 @@ class watch:
         self._ended: int | None = None  # the last step that a step of the optimizer ended
         self._counts_by_optimizer = True
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        self._active = contextlib.ExitStack()  # closes when a watched step ends
+        self._active = contextlib.ExitStack()  # closes at the end of a watched step
         self._handle: RemovableHandle | None = None
 
     # The block and its steps.
@@ -189,7 +191,7 @@ class watch:
     def step(self, loss: float | Tensor | None = None) -> None:
         """End a training step; call this once in each step, at any point after ``backward``.
 
-        From the first call on, a step of the optimizer no longer ends a step of the watch.
+        From the first call on, a step of the optimizer no longer finishes a step of the watch.
 
         Args:
             loss: a number or a tensor of one element; the log keeps it even if the step is not
