@@ -128,11 +128,11 @@ class Advice(Printed):
 
     def to_json(self) -> str:
         """Return the advice as JSON text, in seconds and bytes."""
-        told = {
+        readable = {
             "layers": [vars(layer) for layer in self.layers],
             "overrides": {name: repr(recipe) for name, recipe in self.overrides.items()},
         }
-        return json.dumps(vars(self) | told, default=repr)
+        return json.dumps(vars(self) | readable, default=repr)
 
     def summary(self) -> str:
         """Return how many layers pay, and the predicted times of steps."""

@@ -155,8 +155,8 @@ class Sensitivity(Printed):
 
     def to_json(self) -> str:
         """Return the rows, loss, noise and passes as JSON text."""
-        told = {"loss": self.loss, "noise": self.noise, "passes": self.passes}
-        return json.dumps({"rows": [vars(row) for row in self.rows], **told}, default=repr)
+        totals = {"loss": self.loss, "noise": self.noise, "passes": self.passes}
+        return json.dumps({"rows": [vars(row) for row in self.rows], **totals}, default=repr)
 
     def summary(self) -> str:
         """Return the loss in high precision, the noise, the number of passes and the recipes."""
@@ -247,8 +247,8 @@ def sensitivity(
     first step, where each tensor's scale is computed from its own amax. The effect of stale scales
     shows only in training.
 
-    Cost: ``2 + min(runs, 2 * layers * recipes)`` forward and backward passes (3 times the layers
-    for fused modules, which have no estimate), and one more set of gradients.
+    The cost is ``2 + min(runs, 2 * layers * recipes)`` forward and backward passes (3 times the
+    layers for fused modules, which have no estimate), and memory for one more set of gradients.
 
     Args:
         model: a model with unsharded parameters.

@@ -89,14 +89,14 @@ class MemoryReport(Printed):
     def to_json(self) -> str:
         """Return the report as JSON text, with sizes in bytes."""
         layers = [asdict(layer) for layer in self.layers]
-        told = {"layers": layers, "totals": {kind: self.sum(kind) for kind in KINDS}}
-        return json.dumps({**told, "by_device": self.by_device, "ran": self.ran})
+        result = {"layers": layers, "totals": {kind: self.sum(kind) for kind in KINDS}}
+        return json.dumps({**result, "by_device": self.by_device, "ran": self.ran})
 
     def summary(self) -> str:
         """Return the bytes on each device as text."""
         sizes = [f"{bytes_text(size)} on {device}" for device, size in self.by_device.items()]
-        told = ", ".join(sizes) or "nothing"
-        return told if self.ran else f"{told}; without activations: pass an example batch"
+        text = ", ".join(sizes) or "nothing"
+        return text if self.ran else f"{text}; without activations: pass an example batch"
 
     def tables(self, limit: int | None = None) -> list[Grid]:
         """Return a table with a row for each layer."""
@@ -255,7 +255,7 @@ def _saved(model: nn.Module, run: Callable[[], object], counted: _Counted) -> di
 
     def note(saved: Tensor) -> Tensor:
         saved_storages.extend((running[-1], storage) for _, storage in storages(saved))
-        return saved.detach()  # a node that kept its own output would never be freed
+        return saved.detach()  # a node that saved its own output would never be freed
 
     def enter(name: str, *_: object) -> None:
         running.append(name)

@@ -85,7 +85,7 @@ def find_nan(
     ``autocast``, call this function inside an ``autocast``.
 
     Args:
-        model: in the mode, ``train`` or ``eval``, in which it is to run.
+        model: a model in the mode, ``train`` or ``eval``, in which it shall run.
         batch: the model's argument; a tuple or list is its arguments, a dict its keyword arguments.
         loss_fn: computes the loss from the model's output. None takes the output's ``loss`` if it
             has one, else the sum of all floating-point outputs.
@@ -117,16 +117,16 @@ def find_nan(
         for step in range(steps):
             look.step = step
             look.check_parameters("before" if step == 0 else "optimizer")
-            if look.found is None:
+            if look.first_nonfinite is None:
                 _run(model, batch, loss_fn, look, to_the_end=others_wait)
-            if look.found is not None and not others_wait:
+            if look.first_nonfinite is not None and not others_wait:
                 break
             if optimizer is not None:
                 optimizer.step()
         else:
             if optimizer is not None:
                 look.check_parameters("optimizer")
-    return look.found or NonFinite(step=steps)
+    return look.first_nonfinite or NonFinite(step=steps)
 
 
 def _run(
@@ -140,7 +140,7 @@ def _run(
         loss = _default_loss(output) if loss_fn is None else loss_fn(output)
         look.check(loss, "(loss)", "loss")
         look.suspect = None
-        if loss.requires_grad and (look.found is None or to_the_end):
+        if loss.requires_grad and (look.first_nonfinite is None or to_the_end):
             loss.sum().backward()
             look.check_gradients()
 
@@ -177,7 +177,7 @@ class _Look:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.names = {module: name for name, module in model.named_modules()}
-        self.found: NonFinite | None = None
+        self.first_nonfinite: NonFinite | None = None
         self.suspect: NonFinite | None = None
         self.step = 0
         # The running modules, and whether finite outputs of each clear the suspect: they do if the
@@ -202,7 +202,7 @@ class _Look:
         self, x: Any, module: str, tensor: str, *, phase: str = "forward", may_mask: bool = False
     ) -> bool:
         """Look at a tensor; return True if it is finite or something was found before."""
-        if self.found is not None or not _is_number(x):
+        if self.first_nonfinite is not None or not _is_number(x):
             return True
         with torch.no_grad():
             value = _local(x.detach())
@@ -217,7 +217,7 @@ class _Look:
         nonfinite = NonFinite(module, tensor, phase, self.step, nan, inf, tuple(x.shape), kind)
         self.suspect = self.suspect or nonfinite
         if not masks:
-            self.found = self.suspect
+            self.first_nonfinite = self.suspect
         return False
 
     def check_parameters(self, phase: str) -> None:

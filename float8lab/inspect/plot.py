@@ -27,7 +27,7 @@ def plot(x: Tensor, *, local: bool = True) -> Any:
             tensor, and all ranks must call. The scales are always those of this rank's shard.
 
     Returns:
-        A ``matplotlib.figure.Figure``, which notebooks show; elsewhere call its ``savefig``.
+        A ``matplotlib.figure.Figure``, which notebooks show; outside of them call its ``savefig``.
 
     Raises:
         ModuleNotFoundError: matplotlib, of the extra ``plot``, is not installed.

@@ -50,8 +50,8 @@ def stats(
 
     Args:
         x: a Float8Tensor, or a DTensor whose local tensor is one.
-        original: the tensor that was quantized, same shape, to measure the error against. For a
-            DTensor it is a DTensor of the same placements.
+        original: the tensor that was quantized, of the same shape, to measure the error against.
+            For a DTensor it is a DTensor of the same placements.
         per_block: return a ``BlockStats``. For a DTensor it needs ``local``, since shards may have
             smaller blocks than the unsharded tensor.
         local: for a DTensor, look at this rank's shard. By default counts and extremes are combined

@@ -138,8 +138,8 @@ class CheckpointDiff(Printed):
     def to_json(self) -> dict[str, object]:
         """Return a dict for ``json.dumps``, with None for numbers that are not finite."""
         names = ("a", "b", "identical", "equal", "counts", "sqnr", "notes")
-        told = {name: finite(getattr(self, name)) for name in names}
-        return told | {"rows": [row.to_json() for row in self.rows]}
+        result = {name: finite(getattr(self, name)) for name in names}
+        return result | {"rows": [row.to_json() for row in self.rows]}
 
 
 def diff(

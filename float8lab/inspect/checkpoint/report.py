@@ -30,9 +30,9 @@ the tensor that is being read."""
 ROWS = 20
 """Default limit of the rows of a table."""
 
-_TOLD = ("name", "fp8", "fp4", "convention", "format", "shape", "nbytes", "file", "severity")
-_TOLD_OF_CODES = ("numel", "amax", "scale_min", "scale_max", "exponents")
-_TOLD_OF_BLOCKS = ("blocks", "saturated_blocks", "idle_blocks")
+_KEYS = ("name", "fp8", "fp4", "convention", "format", "shape", "nbytes", "file", "severity")
+_STATS_KEYS = ("numel", "amax", "scale_min", "scale_max", "exponents")
+_BLOCK_KEYS = ("blocks", "saturated_blocks", "idle_blocks")
 _SHOWN_SHARES = ("saturated", "zero", "subnormal")
 
 
@@ -78,13 +78,13 @@ class CheckpointRow:
     def to_json(self) -> dict[str, object]:
         """Return a dict for ``json.dumps``, with None for numbers that are not finite."""
         measured, stats = self.measured, self.measured.stats
-        result: dict[str, object] = {name: getattr(self, name) for name in (*_TOLD, "format_name")}
+        result: dict[str, object] = {name: getattr(self, name) for name in (*_KEYS, "format_name")}
         result["findings"] = [asdict(finding) for finding in self.findings]
         if stats is not None:
             result["stats"] = {
-                **{name: getattr(stats, name) for name in _TOLD_OF_CODES},
+                **{name: getattr(stats, name) for name in _STATS_KEYS},
                 **{kind: stats.count(kind) for kind in KINDS},
-                **{name: getattr(measured, name) for name in _TOLD_OF_BLOCKS},
+                **{name: getattr(measured, name) for name in _BLOCK_KEYS},
             }
         if measured.scale is not None:
             result["scale"] = asdict(measured.scale)

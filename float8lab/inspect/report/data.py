@@ -121,8 +121,8 @@ def _histograms(
         counts[start : start + width] = array("f", bytes(4 * width))
         for exponent, count in record.exponents.items():
             counts[start + exponent - low] = count
-    told = {"steps": steps, "low": low, "high": top}
-    return told, {name: _encode(counts) for name, counts in columns.items()}
+    summary = {"steps": steps, "low": low, "high": top}
+    return summary, {name: _encode(counts) for name, counts in columns.items()}
 
 
 def losses(log: Log) -> dict[str, list[object]]:
@@ -142,14 +142,14 @@ def _gemms(log: Log, rows: dict[str, int]) -> dict[str, object]:
                 continue
             text = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "none"
             number = texts.setdefault(text, len(texts))
-            seen = changes.setdefault(rows[layer], [])
-            if not seen or seen[-1][1] != number:
-                seen.append([step.step, number])
-    return {"texts": list(texts), "changes": {str(row): seen for row, seen in changes.items()}}
+            pairs = changes.setdefault(rows[layer], [])
+            if not pairs or pairs[-1][1] != number:
+                pairs.append([step.step, number])
+    return {"texts": list(texts), "changes": {str(row): pairs for row, pairs in changes.items()}}
 
 
 RANKED = ("flushed", "saturated", "subnormal", "sqnr", "staleness", "amax", "scale_max")
-"""Fields by which operands of layers are ranked; NaNs and infinities are counted besides."""
+"""Fields by which operands of layers are ranked; NaNs and infinities are counted separately."""
 
 
 def _summarize(

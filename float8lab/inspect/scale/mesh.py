@@ -98,16 +98,16 @@ def parse(text: str, gpus: int | None) -> Mesh:
     >>> parse("tp=8,cp=4", 1024)
     Mesh(dp=32, tp=8, cp=4, pp=1, ep=1)
     """
-    told = read_pairs("mesh", text, [*Mesh.__dataclass_fields__])
-    mesh = Mesh(**told)
+    ranks = read_pairs("mesh", text, [*Mesh.__dataclass_fields__])
+    mesh = Mesh(**ranks)
     if gpus is None or mesh.gpus == gpus:
         return mesh
-    if "dp" in told or gpus % mesh.gpus:
+    if "dp" in ranks or gpus % mesh.gpus:
         raise ValueError(
             f"mesh must be of {gpus} GPUs; got {text!r}, which is of {mesh.gpus}. "
             "dp * tp * cp * pp is the number of GPUs."
         )
-    return Mesh(**{**told, "dp": gpus // mesh.gpus})
+    return Mesh(**{**ranks, "dp": gpus // mesh.gpus})
 
 
 def meshes(size: ModelSize, gpus: int, sequence: int, links: Links) -> Iterator[Mesh]:

@@ -391,6 +391,6 @@ def _memory(
     if count == 1 and mesh.dp * mesh.cp > 1:
         if gradient > activations + backward + gathered:
             return {**states, "gradients": gradient}
-        gradient = 0.0  # the last layers' gradients exist when the first layers' are not yet
+        gradient = 0.0  # the last layers' gradients exist before the first layers' do
     passing_states = {"gathered": gathered, "activations": activations, "backward": backward}
     return {**states, "gradients": gradient, **passing_states}

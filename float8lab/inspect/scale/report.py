@@ -77,16 +77,16 @@ class Scale(Printed):
         for name in self.steps:
             if name != HIGH:
                 small = [n for n, gains in self.tokens.items() if gains[name] < _PAYS]
-                place = (
+                limit = (
                     f"down to {min(self.tokens)} tokens a micro-batch on each rank" if not small
                     else "never" if len(small) == len(self.tokens)
                     else f"above {max(small)} tokens"
                 )  # fmt: skip
-                stops.setdefault(place, []).append(name)
-        told = "; ".join(f"{', '.join(names)} {place}" for place, names in stops.items())
+                stops.setdefault(limit, []).append(name)
+        verdict = "; ".join(f"{', '.join(names)} {limit}" for limit, names in stops.items())
         if slow := [p.name for p in self.gemms if p.gains[self.recipe] < _PAYS]:
-            told += f". By {self.recipe} scaling these GEMMs are no faster: {', '.join(slow)}"
-        return f"FP8 pays: {told}."
+            verdict += f". By {self.recipe} scaling these GEMMs are no faster: {', '.join(slow)}"
+        return f"FP8 pays: {verdict}."
 
     def summary(self) -> str:
         """Return the result in a few lines, with bars of letters."""
@@ -212,9 +212,9 @@ class Scale(Printed):
             "mesh": asdict(self.mesh),
             "searched": self.chosen,
             "recipe": self.recipe,
-            "steps": {name: _told(step) for name, step in self.steps.items()},
-            "layouts": [_told(step) for step in self.layouts],
-            "bfloat16": None if self.high_layout is None else _told(self.high_layout),
+            "steps": {name: _step_to_json(step) for name, step in self.steps.items()},
+            "layouts": [_step_to_json(step) for step in self.layouts],
+            "bfloat16": None if self.high_layout is None else _step_to_json(self.high_layout),
             "pays": self.pays(),
             "tokens": self.tokens,
             "gemms": [asdict(gemm) for gemm in self.gemms],
@@ -298,11 +298,11 @@ def scale(
     )  # fmt: skip
 
 
-def _told(step: Step) -> dict[str, object]:
+def _step_to_json(step: Step) -> dict[str, object]:
     layout = {"micro_batch": step.job.micro, "recompute": step.job.recompute}
     times = {"seconds": step.seconds, "tokens_per_second_per_gpu": step.tokens}
-    told = {name: getattr(step, name) for name in ("gpu", "cpu", "memory", "fits")}
-    return {"mesh": asdict(step.mesh), **layout, **times, **told}
+    results = {name: getattr(step, name) for name in ("gpu", "cpu", "memory", "fits")}
+    return {"mesh": asdict(step.mesh), **layout, **times, **results}
 
 
 def _show(seconds: float) -> str:

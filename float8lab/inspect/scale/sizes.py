@@ -204,24 +204,24 @@ def model_size(text: str) -> ModelSize:
 
 def read_pairs(argument: str, text: str, names: Sequence[str]) -> dict[str, int]:
     """Read whole numbers by name from an argument's value such as ``"dp=32,tp=8"``."""
-    told: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for pair in text.split(","):
         name, _, value = pair.partition("=")
         check_choice(argument, name, names)
         if not value.isdecimal():
             raise ValueError(f"{argument} must have a whole number for {name}; got {value!r}.")
-        told[name] = int(value)
-    return told
+        numbers[name] = int(value)
+    return numbers
 
 
 def _from_pairs(text: str) -> ModelSize:
     names = [field.name for field in fields(ModelSize) if field.name != "name"]
-    told: dict[str, Any] = dict(read_pairs("model", text, names))
-    told |= {name: bool(told[name]) for name in ("gated", "tied") if name in told}
+    sizes: dict[str, Any] = dict(read_pairs("model", text, names))
+    sizes |= {name: bool(sizes[name]) for name in ("gated", "tied") if name in sizes}
     for name in _NEEDED:
-        if name not in told:
+        if name not in sizes:
             raise ValueError(f"model must tell {name}; got {text!r}. Add {name}=... to it.")
-    return ModelSize(name="model", **told)
+    return ModelSize(name="model", **sizes)
 
 
 def _set_mlp(numbers: dict[str, int], config: Mapping[str, Any]) -> None:

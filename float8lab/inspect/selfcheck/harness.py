@@ -64,8 +64,8 @@ class Report(Printed):
 
     def to_json(self) -> dict[str, object]:
         """Return the report as dicts, lists, numbers and strings."""
-        told = {name: getattr(self, name) for name in ("device", "passed", "seconds")}
-        return told | {"rows": [asdict(row) for row in self.rows]}
+        result = {name: getattr(self, name) for name in ("device", "passed", "seconds")}
+        return result | {"rows": [asdict(row) for row in self.rows]}
 
     def summary(self) -> str:
         """Return the verdict, and one or more lines for each row."""

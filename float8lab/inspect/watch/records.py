@@ -56,10 +56,10 @@ class Record:
     scale was computed from the values themselves."""
     elements: int
     exponents: dict[int, int] = field(default_factory=dict)
-    """How many nonzero finite elements have each exponent, floor(log2(|code|))."""
+    """The number of nonzero finite elements by their exponent, floor(log2(|code|))."""
     stored: bool = False
     """Whether the operand was a weight stored in FP8. The values before the cast are then those of
-    its master or, if that is unknown, its own; NaNs and infinities count as elements."""
+    its master or, without one, its dequantized values; ``nan`` and ``inf`` count FP8 elements."""
     fp8_dtype: str = ""
     """``"e4m3"`` or ``"e5m2"``."""
 
@@ -71,8 +71,8 @@ class Step:
     step: int
     loss: float | None = None
     gemms: dict[str, dict[str, int]] = field(default_factory=dict)
-    """How many GEMMs ran, by layer and then by kind, such as ``{"fprop": 1, "dgrad": 1, "wgrad":
-    1}``."""
+    """The number of GEMMs that ran, by layer and then by kind, such as
+    ``{"fprop": 1, "dgrad": 1, "wgrad": 1}``."""
 
 
 @dataclass(repr=False)

@@ -61,7 +61,7 @@ def track(log: Log, to: Destination, *, every: int = 100) -> None:
     Args:
         log: ``watch(...).log``, or a log that was read from a file.
         to: ``"tensorboard"``, which writes to the folder ``runs``, the ``Path`` of another folder,
-            or a ``SummaryWriter``; ``"wandb"`` or ``"mlflow"``, whose active run is meant; or a
+            or a ``SummaryWriter``; ``"wandb"`` or ``"mlflow"``, whose active run is used; or a
             function of the numbers by name, and of the step: ``to(metrics, step)``.
         every: send statistics at most once in this many steps; alerts of all steps are sent.
 
@@ -93,7 +93,7 @@ class _Tracker:
     interval: int
     due: int = 0
     """Statistics are sent next for the first step with at least this number."""
-    told: set[tuple[str, str, str]] = field(default_factory=set)
+    sent: set[tuple[str, str, str]] = field(default_factory=set)
     """Layer, operand and kind of the findings that were sent as text."""
 
     def __call__(self, records: Sequence[Record], steps: Sequence[Step]) -> None:
@@ -112,8 +112,8 @@ class _Tracker:
             if metrics:
                 self.send_metrics({**metrics, "float8/alerts": len(alerts)}, step)
             for finding in alerts:
-                if (key := (finding.layer, finding.operand, finding.kind)) not in self.told:
-                    self.told.add(key)
+                if (key := (finding.layer, finding.operand, finding.kind)) not in self.sent:
+                    self.sent.add(key)
                     self.send_alert(str(finding), step)
 
 

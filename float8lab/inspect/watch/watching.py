@@ -131,7 +131,7 @@ class watch:
         self._masters = {} if masters is None else masters
         self._path = None if jsonl is None else _path_of_rank(fspath(jsonl))
         self._file: TextIO | None = None
-        self._written = [0, 0]  # steps and records
+        self._written = [0, 0]  # the numbers of written steps and records
         self._names: dict[Precision, str] = {}
         self._recorded: set[Precision] = set()
         self._modules: dict[Precision, nn.Module] = {}
@@ -463,10 +463,10 @@ def _rows_of(
     rows = []
     for layer, group in groupby(records, key=lambda record: record.layer):
         kinds = gemms.get(layer, {}).items()
-        told = ", ".join(kind if count == 1 else f"{kind} x{count}" for kind, count in kinds)
+        gemm_list = ", ".join(kind if count == 1 else f"{kind} x{count}" for kind, count in kinds)
         for record in group:
-            rows.append((layer, record.operand, *_cells(record), told))
-            layer = told = ""
+            rows.append((layer, record.operand, *_cells(record), gemm_list))
+            layer = gemm_list = ""
     return rows
 
 
