@@ -1,4 +1,4 @@
-"""Training steps of a stack of Llama-3-8B decoder layers: tokens a second.
+"""Measure tokens a second in training steps of a stack of Llama-3-8B decoder layers.
 
     python -m benchmarks.model [--compile] [--layers 8] [--batch 1] [--sequence 8192]
 
@@ -44,7 +44,7 @@ FIRST, LAST = "first loss", "last loss"
 
 
 class Stack(NamedTuple):
-    """How a stack is made."""
+    """A stack of layers by name, and how it is made and run."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -55,7 +55,7 @@ class Stack(NamedTuple):
 
 
 def plain_stack(size: LayerSize, layers: int, device: torch.device, seed: int) -> nn.Sequential:
-    """Decoder layers in ``torch.nn``, bfloat16, normal weights."""
+    """Make decoder layers of ``torch.nn`` in bfloat16 with normal weights."""
     torch.manual_seed(seed)
     with device:
         made = [Layer(size.D, size.H, size.G, size.F, nn.Linear) for _ in range(layers)]
@@ -68,7 +68,7 @@ def plain_stack(size: LayerSize, layers: int, device: torch.device, seed: int) -
 
 
 def stacks(setting: Setting, plain: nn.Sequential, size: LayerSize) -> Iterator[Stack]:
-    """The baseline first."""
+    """Iterate over the stacks, the baseline first."""
     same = partial(copy.deepcopy, plain)
     yield Stack(BASELINE, same, compiled=True)
     yield Stack("plain bfloat16, eager", same)
@@ -101,7 +101,7 @@ def stacks(setting: Setting, plain: nn.Sequential, size: LayerSize) -> Iterator[
 
 
 def optimizer_bytes(plain: nn.Module) -> float:
-    """Parameter, gradient and two moments read, all but the gradient written, two bytes each."""
+    """Count the optimizer's bytes: it reads 4 tensors and writes all but the gradient, in bf16."""
     return 7 * 2.0 * sum(p.numel() for p in plain.parameters())
 
 
@@ -115,7 +115,7 @@ def measure(
     floor: Callable[[Recipe | None], float | None],
     flops: float,
 ) -> Row:
-    """Train a fresh stack; its loss must fall as the baseline's does."""
+    """Train a new stack, whose loss must fall as the baseline's loss does."""
     x, target = data
     model = stack.make()
     if stack.compiled:
@@ -154,7 +154,7 @@ def measure(
 
 
 def wrong_loss(first: float, last: float, base: dict[str, float]) -> str | None:
-    """Why a run with these losses is not one of the baseline's model; None if it may be."""
+    """Return why these losses cannot be those of the baseline's model; None if they can."""
     if not abs(first - base[FIRST]) <= SAME * base[FIRST]:
         return f"wrong: first loss {first:.4f}, not {base[FIRST]:.4f}"
     if not first - last >= DESCENT * (base[FIRST] - base[LAST]):
@@ -163,7 +163,7 @@ def wrong_loss(first: float, last: float, base: dict[str, float]) -> str | None:
 
 
 def rows(setting: Setting, size: LayerSize, layers: int) -> Iterator[Row]:
-    """All stacks; none without the baseline's loss to compare with."""
+    """Measure all stacks; without the baseline's loss to compare with, measure none."""
     plain = plain_stack(size, layers, setting.device, setting.seed)
     x, _ = size.input(setting.device, setting.generator())
     x = x.detach()

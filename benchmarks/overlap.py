@@ -1,4 +1,4 @@
-"""GEMMs beside the copies between GPUs that they need, and after or before collectives.
+"""Time GEMMs overlapped with the copies between GPUs that they need, and with collectives.
 
     torchrun --nproc-per-node 2 -m benchmarks.overlap [--tokens 16384,4096] [--recipe current]
 
@@ -31,11 +31,11 @@ from float8lab.tensor.blocks import quantize_blocks
 __all__ = ["SUBJECT", "main", "rows"]
 
 SAME_DB = 50.0
-"""SQNR of sums that more than two ranks round in another order."""
+"""The least SQNR of sums that more than two ranks round in another order."""
 
 
 def gemms(ranks: int) -> dict[str, tuple[int, int, bool]]:
-    """N, K, and whether rows are gathered, by name."""
+    """Return N, K, and whether rows are gathered, by name of the GEMM."""
     D, qkv, F = LLAMA.D, LLAMA.D + 2 * LLAMA.D // LLAMA.H * LLAMA.G, LLAMA.F
     return {
         "qkv": (qkv // ranks, D, True),
@@ -58,7 +58,7 @@ def _operand(rows: int, K: int, spec: Any, generator: torch.Generator) -> tuple[
 def _steps(
     M: int, sizes: tuple[int, int, bool], name: str, device: torch.device
 ) -> dict[str, Callable[[], Tensor]]:
-    """The GEMM alone, with collectives, and overlapped."""
+    """Time the GEMM alone, with collectives, and overlapped."""
     (N, K, gathers), plan = sizes, RECIPES[name]().linear
     group: Any = dist.group.WORLD
     left, right, fast = plan.fprop if plan.fprop is not None else (plan.x, plan.w, False)
@@ -101,7 +101,7 @@ def _steps(
 
 
 def rows(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """A row for each GEMM, case by case."""
+    """Measure a row for each GEMM, case by case."""
     ranks = dist.get_world_size()
     for M in map(int, options.tokens.split(",")):
         for recipe in options.recipe or SUBJECT.recipes:
@@ -144,7 +144,7 @@ SUBJECT = Subject(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, and print markdown tables on rank 0."""
+    """Measure all GEMMs and print markdown tables on rank 0."""
     parser = common.new_parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", default="16384,4096", help="comma-separated")
     parser.add_argument("--recipe", action="append", choices=RECIPES)

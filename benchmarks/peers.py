@@ -1,4 +1,4 @@
-"""Other FP8 libraries, measured where they are installed: torchao and TransformerEngine.
+"""Make candidates of torchao and TransformerEngine, where these are installed.
 
 Nothing is imported before it is asked for. Each function gives the candidates of one subject, none
 where the library is not there. torchao is measured eager and, with ``--compile``, compiled;
@@ -64,7 +64,7 @@ def installed(library: str) -> bool:
 
 
 def torchao_converted(model: nn.Module, recipe: str) -> nn.Module:
-    """A copy whose linear layers are torchao's; the model itself must not be one."""
+    """Return a copy with torchao's linear layers; the model itself must not be such a layer."""
     float8 = importlib.import_module("torchao.float8")
     config = float8.Float8LinearConfig.from_recipe_name(recipe)
     converted: nn.Module = float8.convert_to_float8_training(copy.deepcopy(model), config=config)
@@ -89,7 +89,7 @@ def _torchao(
 
 
 def te_context(recipe: str | None, **fields: Any) -> Context:
-    """TransformerEngine's autocast of one of ``TE_RECIPES``; with None it is off."""
+    """Return TransformerEngine's autocast of one of ``TE_RECIPES``; None disables it."""
     te = importlib.import_module("transformer_engine.pytorch")
     made = None
     if recipe is not None:
@@ -115,7 +115,7 @@ def _copied(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
 def _te_candidates(
     make: Any, parameters: dict[str, str], *, bf16: bool = False
 ) -> Iterator[Candidate]:
-    """``make()`` in the autocast of each recipe; in bfloat16, too, if asked."""
+    """Iterate over ``make()`` in the autocast of each recipe and, if asked, in bfloat16."""
     if not installed("transformer_engine"):
         return
     prefixed = {name: f"module.{own}" for name, own in parameters.items()}
@@ -134,19 +134,19 @@ def _in_te_context(make: Any, recipe: str | None) -> nn.Module:
 
 
 class OtherCast(NamedTuple):
-    """A cast to e4m3 that is not ours."""
+    """A cast to e4m3 by another library."""
 
     make: Callable[[], Callable[[Tensor], Any]]
     values: Callable[[Any], Tensor]
-    """Of its result, dequantized to float32."""
+    """Returns the values of the cast's result, dequantized to float32."""
     passes: int = 1
-    """How often the input must be read."""
+    """The number of times that the input must be read."""
     written: int = 1
-    """Bytes that are written for each element."""
+    """The bytes that are written for each element."""
 
 
 def quantize_peers(device: torch.device) -> dict[str, OtherCast]:
-    """TransformerEngine's quantizers, with and without the transpose."""
+    """Return TransformerEngine's quantizers, with and without the transpose."""
     if not installed("transformer_engine"):
         return {}
 
@@ -177,7 +177,7 @@ def quantize_peers(device: torch.device) -> dict[str, OtherCast]:
 
 
 def linear_peers(plain: nn.Linear, modes: Sequence[str]) -> Iterator[Candidate]:
-    """Of a linear layer without bias."""
+    """Iterate over the candidates for a linear layer without bias."""
 
     def make() -> nn.Module:
         N, K = plain.weight.shape
@@ -189,7 +189,7 @@ def linear_peers(plain: nn.Linear, modes: Sequence[str]) -> Iterator[Candidate]:
 
 
 def norm_linear_peers(plain: PlainNormLinear, modes: Sequence[str]) -> Iterator[Candidate]:
-    """Of an RMSNorm and a linear layer without bias."""
+    """Iterate over the candidates for an RMSNorm and a linear layer without bias."""
     norm, linear = plain.norm, plain.linear
 
     def make() -> nn.Module:
@@ -204,7 +204,7 @@ def norm_linear_peers(plain: PlainNormLinear, modes: Sequence[str]) -> Iterator[
 
 
 def mlp_peers(plain: Any, modes: Sequence[str]) -> Iterator[Candidate]:
-    """Of a ``PlainMlp``."""
+    """Iterate over the candidates for a ``PlainMlp``."""
 
     def make() -> nn.Module:
         D, F = plain.fc2.weight.shape
@@ -230,7 +230,7 @@ def layer_peers(
     parameters: dict[str, str],
     fused: dict[str, str],
 ) -> Iterator[Candidate]:
-    """Of the decoder layer of ``models.plain_layer``.
+    """Iterate over the candidates for the decoder layer of ``models.plain_layer``.
 
     Args:
         plain: that layer.
@@ -253,17 +253,17 @@ def _te_layer(plain: nn.Module, size: LayerSize) -> nn.Module:
 
 
 StackMaker = tuple[str, Callable[[], nn.Module], bool]
-"""A name, what makes a stack of layers, and whether these are compiled."""
+"""A name, the function that makes a stack of layers, and whether the layers are compiled."""
 
 
 def torchao_stack(plain: nn.Sequential, modes: Sequence[str]) -> Iterator[StackMaker]:
-    """Of plain decoder layers."""
+    """Iterate over torchao's stacks of plain decoder layers."""
     for candidate in _torchao(plain, modes, {}):
         yield candidate.name, candidate.make, candidate.compiled
 
 
 def te_stack(plain: nn.Sequential, size: LayerSize) -> Iterator[StackMaker]:
-    """Of decoder layers with the plain ones' weights, one autocast around them all."""
+    """Iterate over TransformerEngine's stacks with the plain weights, under one autocast."""
 
     def make() -> nn.Module:
         return nn.Sequential(*(_te_layer(layer, size) for layer in plain))
