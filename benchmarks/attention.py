@@ -53,7 +53,7 @@ class AttentionSize(NamedTuple):
     D: int = 128
     causal: bool = True
     window: int | None = None
-    """How many keys before its own position a causal query sees; None stands for all."""
+    """The number of keys before its own position that a causal query sees; None stands for all."""
     packed: bool = False
     """Whether the sequences are concatenated, with their boundaries in ``cu_seqlens``."""
 
@@ -224,7 +224,7 @@ def floor_ms(floor: Floor, size: AttentionSize, recipe: Recipe | None, *, fp8: b
     # Forward: read q, k, v, write out; backward: read these and dout, write three gradients.
     moved = (4 + 8) * 2.0 * elements
     if recipe is not None:
-        # q, k, v, dout are read to be cast and written in one byte, and then read as such.
+        # The casts read q, k, v, dout and write them in one byte; the kernels read these bytes.
         moved = 4 * elements * (2.0 * read_passes(recipe) + 1.0)
         moved += elements * (3 * 1.0 + 2.0 + 4 * 1.0 + 2.0 + 3 * 2.0)
     flops = 3.5 * size.flops()
@@ -244,7 +244,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(setting: Setting, size: AttentionSize) -> Iterator[Candidate]:
-    """Torch's backends, ours, and other libraries'."""
+    """Iterate over torch's backends, ours, and other libraries."""
     device, is_cpu = setting.device, setting.device.type == "cpu"
     backends = {"math bfloat16": SDPBackend.MATH} if is_cpu else {
         "cuDNN bfloat16": SDPBackend.CUDNN_ATTENTION,

@@ -1,12 +1,12 @@
-"""A layer of experts, routing to the sums of the tokens: bfloat16 and each recipe.
+"""Time an MoE layer, from routing to the weighted sums, in bfloat16 and for each recipe.
 
     python -m benchmarks.experts [--sustained] [--model qwen3-moe] [--recipe block] [--own-bf16]
 
-Needs a CUDA GPU. Each case is forward and backward of a router and of the experts that it chooses:
-by torch's ops and its grouped GEMM, as Transformers does it, and by ``ExpertMLP``. The router
-is the same in all. With ``--sustained`` each recipe takes turns with bfloat16 alone, and has a
-table, which is there before the kernels of the next recipe are compiled. ``saved`` is what autograd
-saves until backward.
+This needs a CUDA GPU. Each case is forward and backward of a router and of the chosen experts: by
+torch's ops and its grouped GEMM, as in Transformers, and by ``ExpertMLP``. The router is the same
+in all. With ``--sustained`` each recipe takes turns with bfloat16 only, and has its own table,
+which is printed before the kernels of the next recipe are compiled. ``saved`` is the memory that
+autograd saves until backward.
 
 T tokens, E experts, K experts of a token, H features, F features between.
 """

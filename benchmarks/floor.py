@@ -34,7 +34,7 @@ CEILING_SIZE = 8192
 
 
 class Gemm(NamedTuple):
-    """How ``a @ b.T`` is computed; in bfloat16 if the formats of a and b are None."""
+    """The formats and the accumulation of ``a @ b.T``; a and b are bfloat16 without formats."""
 
     a: Float8Spec | None = None
     b: Float8Spec | None = None

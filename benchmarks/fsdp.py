@@ -5,12 +5,12 @@
     torchrun --nproc-per-node 4 -m benchmarks.fsdp --modes eager --one-thread
     torchrun --nproc-per-node 4 -m benchmarks.fsdp --variants bf16,gather --gradients fp32,fp8
 
-fp32 shards, bf16 compute, fused AdamW, one ``fully_shard`` a layer and one around all. Each variant
-starts anew; its time is the slowest rank's, the median of ``--steps`` steps; its peak memory that
-of the rank that needs most; its gathered bytes what a rank sends in one step's all-gathers; its
-reduced bytes what it gives reduce-scatters, or all-to-alls of FP8 gradients, one part of which is
-its own. A variant gets no time if its first loss differs from bf16's by more than ``SAME``, or if
-its loss has not fallen by at least ``DESCENT`` of what bf16's has at the end.
+Shards are fp32, compute is bf16, the optimizer is fused AdamW, and ``fully_shard`` wraps each layer
+and the model. Each variant trains a new model. Its time is the median of ``--steps`` steps on the
+slowest rank, its peak memory that of the rank that needs most. Gathered bytes are what a rank sends
+in one step's all-gathers; reduced bytes are its inputs of reduce-scatters, or of all-to-alls of FP8
+gradients, its own shard included. A variant gets no time if its first loss differs from bf16's by
+more than ``SAME``, or if its loss falls by less than ``DESCENT`` times the fall of bf16's.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def candidates(setting: Setting, plain: Any, size: LayerSize) -> Iterator[Candid
 
 def compare_auto(rows: Iterable[Row]) -> Iterator[Row]:
     """Add to the rows of ``auto`` how fast they are relative to the fastest recipe."""
-    best: dict[str, float] = {}  # ms by mode
+    best: dict[str, float] = {}  # the least ms by mode
     for row in rows:
         *kind, mode = row.name.split(", ")
         if kind[:1] == ["converted"] and row.median is not None:

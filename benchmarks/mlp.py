@@ -1,10 +1,10 @@
-"""Forward and backward of a norm and an MLP: ``LayerNormMLP`` by recipe, gated and not.
+"""Time forward and backward of a norm and an MLP: ``LayerNormMLP`` by recipe, gated and not.
 
     python -m benchmarks.mlp [--compile] [--tokens 16384]
 
-Needs a CUDA GPU. Hidden size 4096, 14336 features inside, SwiGLU and GELU. The baseline is plain
-``torch.nn`` in bfloat16; all are compared with that in float32. The floor: the six GEMMs, and the
-bytes of norm, activation and casts, each elementwise function fused with the cast that reads it.
+This needs a CUDA GPU. The hidden size is 4096, with 14336 features inside, SwiGLU and GELU. The
+baseline is ``torch.nn`` in bfloat16; all are compared with float32. The floor has six GEMMs, and
+the bytes of norm, activation and casts, each elementwise op fused with the cast that reads it.
 
 M tokens, D hidden size, F features between the linear layers.
 """

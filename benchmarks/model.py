@@ -2,15 +2,15 @@
 
     python -m benchmarks.model [--compile] [--layers 8] [--batch 1] [--sequence 8192]
 
-Needs a CUDA GPU. A step is forward, backward and fused AdamW, everything in bfloat16 but for the
-FP8 GEMMs; the time is that of the host, which is what a program sees. The baseline is plain
-bfloat16 with each layer compiled. ``converted`` is the plain stack after ``convert_to_float8``
-with a recipe or ``"auto"``; ``TransformerLayer`` is ours.
+This needs a CUDA GPU. A step is forward, backward and fused AdamW, all in bfloat16 except the FP8
+GEMMs; the time is the wall time on the host. The baseline is plain bfloat16 with each layer
+compiled. ``converted`` is the plain stack after ``convert_to_float8`` with a recipe or ``"auto"``;
+``TransformerLayer`` is ours.
 
 The task is to memorise random targets, on which Adam's first steps follow the sign of every
-gradient. A row is refused if the loss of the first step is more than 1 % off the baseline's, or if
-less than 80 % of the baseline's descent is left at the end. The floor is the layers' floor (see
-``benchmarks.layer``) and the bytes of the optimizer's state.
+gradient. A row is refused if the first loss differs from the baseline's by more than 1 %, or if the
+loss falls by less than 80 % of the baseline's descent. The floor is the layers' floor (see
+``benchmarks.layer``) plus the time for the bytes of the optimizer's state.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m benchmarks.moments [--steps 150] [--batch-size 8] [--seeds 3] [--rounded]
 
-Needs a CUDA GPU of 40 GB; ``--tiny`` trains a small model on a CPU, in minutes. The model is the
+It needs a CUDA GPU of 40 GB; ``--tiny`` trains a small model on a CPU in minutes. The model is the
 GPT of 124 million parameters of ``examples/train_gpt.py``, with its float32 weights under bfloat16
 autocast, its text and its learning rates. For each seed AdamW trains it with float32 moments and
 with FP8 moments, from the same weights and on the same batches; ``--rounded`` adds bfloat16 weights

@@ -2,9 +2,9 @@
 
     python -m benchmarks.norm_linear [--compile] [--model llama-8b]
 
-Needs a CUDA GPU. The baseline is ``torch.nn.RMSNorm`` and ``torch.nn.Linear`` in bfloat16; all are
-compared with the same two in float32. The floor: the three GEMMs, the norm's input cast in both
-orientations as it is normalized, w and dy cast in both, and the norm's backward, which reads its
+This needs a CUDA GPU. The baseline is ``torch.nn.RMSNorm`` and ``torch.nn.Linear`` in bfloat16; all
+are compared with both in float32. The floor has the three GEMMs, the norm fused with a cast in both
+orientations, the casts of w and dy in both orientations, and the norm's backward, which reads its
 input and a gradient and writes a gradient.
 
 M tokens, K input features, N output features.

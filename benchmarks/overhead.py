@@ -2,18 +2,18 @@
 
     python -m benchmarks.overhead [--compile] [--part gpt]
 
-Needs a CUDA GPU, which has next to nothing to do here. Wall times are of a program that calls and
-does not wait, in microseconds:
+This needs a CUDA GPU, which has almost no work here. Wall times in microseconds are those of a
+program that calls and does not wait:
 
-- one ``Linear`` 128 to 128 on 32 tokens, forward, and forward and backward; ``launches`` are the
-  kernels, copies and fills that torch's profiler sees of one forward and backward; ``one thread``
-  is both with ``torch.autograd.set_multithreading_enabled(False)``: autograd runs backward in a
-  thread of its own for each GPU, to whose core all that Python reads must travel;
-- ``autocast`` entered and left, with that many FP8 modules alive which have run before, and left
-  after all of them have run: then delayed scaling advances their scales;
-- a training step of a GPT of 50 million parameters, where FP8 never wins, and ``"auto"`` must not
-  lose: eager, with each layer ``graphed``, with ``--compile`` compiled and as CUDA graphs, too;
-  ``issue`` is the time in which the CPU has put a step on a GPU that waits for it.
+- One ``Linear`` 128 to 128 on 32 tokens runs forward, and forward and backward. ``launches`` are
+  the kernels, copies and fills that torch's profiler sees in one forward and backward. ``one
+  thread`` is both with ``torch.autograd.set_multithreading_enabled(False)``: autograd runs backward
+  in a separate thread for each GPU, to whose core all data that Python reads must travel.
+- ``autocast`` is entered and left while that many FP8 modules exist that have run before, and left
+  after all of them have run, when delayed scaling advances their scales.
+- A GPT of 50 million parameters, where FP8 never wins and ``"auto"`` must not lose, trains a step:
+  eager, with each layer ``graphed``, and with ``--compile`` compiled and as CUDA graphs.
+  ``issue`` is the time in which the CPU puts a step on a GPU that waits for work.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ PARTS: dict[str, Callable[[Setting], Iterator[Row]]] = {
 
 
 def rows(setting: Setting, options: argparse.Namespace) -> Iterator[Row]:
-    """Layer, regions, model, or those of them that were asked for."""
+    """Measure layer, regions and model, or those of them that were asked for."""
     for part in options.part or PARTS:
         yield from PARTS[part](setting)
 

@@ -2,11 +2,11 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.overlap [--tokens 16384,4096] [--recipe current]
 
-The GEMMs of a Llama-3-8B layer, each rank with its part of the weight: of rows that are gathered
-(qkv, gate and up; dgrad of attention out and of down), and those whose rows are summed and
-scattered (the others). Time is of calls one after another, what the CPU needs to queue them
-included, on the slowest rank. A GEMM that is not that of the collectives is not timed: bit by
-bit for two ranks.
+The GEMMs are those of a Llama-3-8B layer with one shard of the weight on each rank. Some read rows
+that are gathered (qkv, gate and up; dgrad of attention out and of down); the rows that all others
+write are summed and scattered. Times are of consecutive calls on the slowest rank, the CPU's time
+to queue them included. A GEMM is not timed if its result differs from that with collectives; for
+two ranks the results must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ SUBJECT = Subject(
         Column("overlapped ms", 3),
         Column("x collective", cell=_speed_up),
     ),
-    lambda setting, options: (),  # by torchrun only: see main
+    lambda setting, options: (),  # it runs by torchrun only: see main
     recipes=("current", "rowwise", "block"),
 )
 

@@ -2,14 +2,14 @@
 
     python -m benchmarks.path
 
-Counts, which need no GPU: the Python functions of this package that a step enters after a warm-up
-(comprehensions and generators apart), how many different ones these are, and in how many files;
-registered ops; lines. The CPU time of a call grows with the first. What an autocast region does at
-its entry and exit is no part of a step here.
+Counts need no GPU: the Python functions of this package that a step enters after a warm-up (without
+comprehensions and generators), the different functions among them, and their files; registered ops;
+lines. The CPU time of a call grows with the first count. The entry and exit of an autocast region
+do not count as part of a step.
 
-On a GPU also times, of a program that calls and does not wait, in turns with bfloat16: ``Linear``
-of 128 features on 32 tokens, also with backward on the caller's core and ``graphed``; a Llama-3-8B
-layer, and one so small that the CPU is what takes the time, both ``graphed`` as well.
+On a GPU it also times a program that calls and does not wait, in turns with bfloat16: ``Linear`` of
+128 features on 32 tokens, also with backward on the caller's core and ``graphed``; and a Llama-3-8B
+layer and one so small that the CPU limits the speed, both also ``graphed``.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def walks() -> Iterator[tuple[str, Length]]:
 
 
 def _sharded(x: Tensor) -> tuple[Length, Length]:
-    """Count, for two FSDP2 layers on one rank, the forward and the all-gather of one."""
+    """Count the forward of two converted layers, each in FSDP2 on one rank, and one all-gather."""
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=0, world_size=1)
         try:

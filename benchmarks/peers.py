@@ -1,8 +1,8 @@
 """Make candidates of torchao and TransformerEngine, where these are installed.
 
-Nothing is imported before it is asked for. Each function gives the candidates of one subject, none
-where the library is not there. torchao is measured eager and, with ``--compile``, compiled;
-TransformerEngine is eager.
+A library is imported only when it is used. Each function returns the candidates of one subject, or
+none if the library is not installed. torchao is measured eager and, with ``--compile``, compiled;
+TransformerEngine is measured eager.
 """
 
 from __future__ import annotations
@@ -233,11 +233,11 @@ def layer_peers(
     """Iterate over the candidates for the decoder layer of ``models.plain_layer``.
 
     Args:
-        plain: that layer.
-        size: of it.
-        modes: of torchao.
-        parameters: the names of compared weights in it.
-        fused: their names in ``models.our_layer``, which has TransformerEngine's.
+        plain: the plain layer.
+        size: the size of the plain layer.
+        modes: the modes in which torchao's layers run.
+        parameters: the names of the compared weights in the plain layer.
+        fused: the names of these in ``models.our_layer``, equal to TransformerEngine's names.
     """
 
     yield from _torchao(plain, modes, parameters)
@@ -248,7 +248,7 @@ def _te_layer(plain: nn.Module, size: LayerSize) -> nn.Module:
     device = next(plain.parameters()).device
     layer = _te("TransformerLayer", **layer_arguments(size, device))
     copy_layer_weights(layer, plain)
-    # The recipe's autocast is entered around it.
+    # The recipe's autocast is entered around the module.
     return InContext(layer, nullcontext, rotary_pos_emb=rotary_angles(size, device))
 
 
@@ -275,7 +275,7 @@ def te_stack(plain: nn.Sequential, size: LayerSize) -> Iterator[StackMaker]:
 def attention_peers(
     H: int, D: int, *, causal: bool
 ) -> Iterator[tuple[str, bool, Callable[[], nn.Module]]]:
-    """TransformerEngine's attention: a name, whether it is FP8, what makes a module of q, k, v."""
+    """Iterate over TransformerEngine's attention: its name, whether it is FP8, and its factory."""
     if not installed("transformer_engine"):
         return
     mask = "causal" if causal else "no_mask"

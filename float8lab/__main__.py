@@ -69,7 +69,7 @@ def _until_closed(options: argparse.Namespace) -> int:
         return 130
     except ModuleNotFoundError as error:  # an optional package is missing
         return fail(program, error)
-    except OSError as error:  # from standard output: commands catch errors of checkpoints
+    except OSError as error:  # standard output raised it: commands catch errors of checkpoints
         # Buffered output is discarded, since Python would complain about it on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):

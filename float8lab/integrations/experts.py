@@ -137,7 +137,7 @@ def _route(
 ) -> Tensor:  # fmt: skip
     """Permute tokens, run the experts, and return the weighted sum of each token's outputs."""
     x = as_matrix(plain(hidden_states))
-    x = x.to(output_dtype(x))  # before it is copied to each expert
+    x = x.to(output_dtype(x))  # cast before rows are copied to each expert
     layers = local_layers(layers)
     row_map, rows, offs = routed(index, x.shape[0], layers[0][0].shape[0])
     y = self._run_experts(x, offs, layers, activation, to_rows=(row_map, rows))

@@ -54,7 +54,7 @@ class StatsCallback:
     def begin(
         self, model: nn.Module, start: int, destinations: Sequence[Destination] | None
     ) -> None:
-        """Watch from step ``start``; track to ``to`` or ``destinations``, if these are not None."""
+        """Watch from ``start``; unless ``destinations`` is None, track to ``to`` or else to these."""
         self.end()  # ends the watch of a training that was interrupted
         self.watch = watch(model, every=self.interval, start=start, **self.options)
         if destinations is not None:

@@ -45,7 +45,7 @@ class ExportReport(Printed):
     """The number of NaN or infinite elements of each tensor of the model that has any."""
     notes: tuple[str, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """For each parameter in high precision whose layer runs in FP8, the reason."""
+    """The reasons why parameters whose layers run in FP8 are in high precision."""
 
     def summary(self) -> str:
         """Say what was written, and what is in high precision."""

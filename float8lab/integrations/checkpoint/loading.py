@@ -47,7 +47,7 @@ _RECIPES = {
     for recipe in ALL.values()
     if not recipe.linear.delayed
 }
-"""For blocks and element dtype of a stored weight, the recipe that uses its bytes unchanged."""
+"""The recipe that uses the bytes of a stored weight unchanged, by its blocks and elements."""
 _PART = re.compile(r".*-(\d{5})-of-(\d{5})\.safetensors")
 _COMPUTED = ("rotary_emb.inv_freq", "_extra_state", "input_global_scale")
 """Suffixes of checkpoint tensors that models compute, or that only other libraries use."""
