@@ -82,8 +82,8 @@ def size_rows(setting: Setting, size: LayerSize, layers: int) -> Iterator[Row]:
     ).bfloat16()
 
     def stack() -> nn.Sequential:
-        made = (plain_layer(size, setting.device, setting.seed + i) for i in range(layers))
-        return nn.Sequential(*made)
+        modules = (plain_layer(size, setting.device, setting.seed + i) for i in range(layers))
+        return nn.Sequential(*modules)
 
     def branches(model: nn.Module) -> Tensor:
         """Return the output without the residual stream, which would hide a wrong layer."""

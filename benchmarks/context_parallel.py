@@ -89,7 +89,7 @@ def rows(
     ranks, tensors = dist.get_world_size(), _tensors(positions, heads, device)
     right = _step(_module(heads, device), tensors, "bf16", backward=True)
     shards = [shard_sequence(x, dist.group.WORLD) for x in (*tensors, *right)]
-    mine, right = shards[: len(tensors)], shards[len(tensors) :]
+    local_tensors, right = shards[: len(tensors)], shards[len(tensors) :]
     narrow = AttentionHeads(heads.H // ranks, max(heads.G // ranks, 1), heads.D)
     for precision in options.precision or FLOORS_DB:
         case = f"{ranks} ranks, {positions} positions, {precision}"
@@ -97,7 +97,7 @@ def rows(
         steps = {"ideal": ideal}
         decibels: dict[str, dict[str, float]] = {"ideal": {}}
         for name in options.comm_type or COMM_TYPES:
-            step = partial(_step, _module(heads, device, name), mine)
+            step = partial(_step, _module(heads, device, name), local_tensors)
             got = step(precision, backward=True)
             worst = torch.tensor(min(map(common.sqnr, got, right)), device=device)
             dist.all_reduce(worst, op=dist.ReduceOp.MIN)
@@ -132,7 +132,7 @@ def _times(
     }
 
 
-def _of_ideal(title: str, row: Row, base: Row | None) -> str | None:
+def _relative_to_ideal(title: str, row: Row, base: Row | None) -> str | None:
     if base is None or title not in row.values:
         return None
     return f"{100 * base.values[title] / row.values[title]:.1f} %"
@@ -145,9 +145,9 @@ SUBJECT = Subject(
     (
         Column("communication", cell=lambda row, base: row.name, always=True),
         Column(FORWARD, 2),
-        Column("of ideal", cell=partial(_of_ideal, FORWARD)),
+        Column("of ideal", cell=partial(_relative_to_ideal, FORWARD)),
         Column(BOTH, 2),
-        Column("of ideal, both", cell=partial(_of_ideal, BOTH)),
+        Column("of ideal, both", cell=partial(_relative_to_ideal, BOTH)),
         report.decibels("worst result"),
     ),
     lambda setting, options: (),  # it runs by torchrun only: see main

@@ -63,8 +63,8 @@ def rows(setting: Setting, B: int, S: int, page_size: int) -> Iterator[Row]:
     for name in CACHES:
 
         def run(name: str = name) -> Row:
-            made = case(setting, name, B, S, page_size)
-            return quantize.measure(setting, table, made, TARGETS.get((B, S), ()))
+            decode_case = case(setting, name, B, S, page_size)
+            return quantize.measure(setting, table, decode_case, TARGETS.get((B, S), ()))
 
         yield setting.attempt(table, name, run)
 

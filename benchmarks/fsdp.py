@@ -88,7 +88,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.attention_norm(x)
         q = self.q(h)
-        B, T, D = q.shape  # ranks that share the layer have a part of x, or of D
+        B, T, D = q.shape  # tensor parallel ranks have a shard of x, or of D
         q = _rotate(q.view(B, T, self.heads, self.head_dim)).transpose(1, 2)
         k = _rotate(self.k(h).view(B, T, self.groups, self.head_dim)).transpose(1, 2)
         v = self.v(h).view(B, T, self.groups, self.head_dim).transpose(1, 2)
@@ -271,7 +271,7 @@ SUBJECT = Subject(
         Column("first loss", 4),
         Column("last loss", 4),
     ),
-    lambda setting, options: (),  # by torchrun only: see main
+    lambda setting, options: (),  # it runs by torchrun only: see main
 )
 
 

@@ -35,7 +35,7 @@ def gemms(name: str) -> dict[str, Gemm]:
     tensor, row = Float8Spec(E4M3, (-1, -1)), Float8Spec(E4M3, (1, -1))
     across, tile = Float8Spec(E4M3, (1, 128)), Float8Spec(E4M3, (128, 128))
     blocks = ("1x128 by 1x128", across) if name == "wgrad" else ("1x128 by 128x128", tile)
-    found = {
+    by_name = {
         "bfloat16": BF16,
         "tensor, precise": Gemm(tensor, tensor, False),
         "tensor, fast": Gemm(tensor, tensor, True),
@@ -43,10 +43,10 @@ def gemms(name: str) -> dict[str, Gemm]:
         "row, fast": Gemm(row, row, True),
         blocks[0]: Gemm(across, blocks[1], False),
     }
-    if name != "fprop":  # of gradients
-        of_e5m2 = Float8Spec(E5M2, (1, 128))
-        found[f"{blocks[0]}, e5m2 by e4m3"] = Gemm(of_e5m2, blocks[1], False)
-    return found
+    if name != "fprop":  # the other GEMMs read gradients
+        gradient_spec = Float8Spec(E5M2, (1, 128))
+        by_name[f"{blocks[0]}, e5m2 by e4m3"] = Gemm(gradient_spec, blocks[1], False)
+    return by_name
 
 
 def check(operands: GemmOperands) -> tuple[dict[str, float], str | None]:

@@ -200,8 +200,8 @@ def rows(setting: Setting, size: LayerSize = LLAMA) -> Iterator[Row]:
     plain = plain_layer(size, setting.device, setting.seed)
     floor = partial(floor_ms, setting.floor, size, attention_ms(setting, size))
     trial = make_trial(setting, size, plain, floor)
-    made = candidates(setting, plain, size)
-    yield from compare_auto(trial.rows(setting, made, TARGETS if size == LLAMA else {}))
+    all_candidates = candidates(setting, plain, size)
+    yield from compare_auto(trial.rows(setting, all_candidates, TARGETS if size == LLAMA else {}))
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:

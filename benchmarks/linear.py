@@ -203,7 +203,7 @@ def _rows(setting: Setting, options: argparse.Namespace) -> Iterator[Row]:
     return rows(setting, [s for s in shapes if options.layer in (None, s.name)])
 
 
-def _of_bf16(title: str) -> Column:
+def _relative_to_bf16(title: str) -> Column:
     def cell(row: Row, base: Row | None) -> str | None:
         own, whole = row.values.get(title), base.values.get(title) if base else None
         return f"{own / whole:.2f}" if own is not None and whole else None
@@ -222,8 +222,8 @@ SUBJECT = Subject(
         report.FLOPS,
         report.CEILING,
         Column("saved MB", 1),
-        _of_bf16("saved MB"),
-        _of_bf16("held MB"),
+        _relative_to_bf16("saved MB"),
+        _relative_to_bf16("held MB"),
         Column("constant MB", 1),
         report.TARGET,
     ),

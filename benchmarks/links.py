@@ -35,15 +35,15 @@ def _time(step: Callable[[], object], device: torch.device) -> float:
 def measure(size: int, device: torch.device) -> dict[str, float]:
     """Measure ms of each collective on a bfloat16 tensor of ``size`` bytes."""
     ranks, group = dist.get_world_size(), dist.distributed_c10d._get_default_group().group_name
-    part = torch.zeros(-(-size // 2 // ranks), dtype=torch.bfloat16, device=device)
-    whole = torch.zeros(ranks * part.numel(), dtype=torch.bfloat16, device=device)
+    shard = torch.zeros(-(-size // 2 // ranks), dtype=torch.bfloat16, device=device)
+    full_tensor = torch.zeros(ranks * shard.numel(), dtype=torch.bfloat16, device=device)
     found = {}
     steps: dict[str, Callable[[], object]] = {
         "all-gather": lambda: functional.wait_tensor(
-            functional.all_gather_into_tensor(part, ranks, group)
+            functional.all_gather_into_tensor(shard, ranks, group)
         ),
         "reduce-scatter": lambda: functional.wait_tensor(
-            functional.reduce_scatter_tensor(whole, "sum", ranks, group)
+            functional.reduce_scatter_tensor(full_tensor, "sum", ranks, group)
         ),
     }
     for name, step in steps.items():

@@ -81,15 +81,15 @@ def variants(setting: Setting, size: LayerSize) -> Iterator[Variant]:
         ours: Any = partial(our_layer, size=size, recipe=RECIPES[name]())
         half = partial(ours, fp8_activation_input=True)
         stored = partial(ours, stored=True)
-        of_plain = partial(Target, f"{HELD}, of plain", "<=")
-        yield Variant(f"TransformerLayer, {name}", ours, targets=(of_plain(0.70),))
-        yield Variant(f"{name}, fp8_activation_input", half, targets=(of_plain(0.53),))
+        held_target = partial(Target, f"{HELD}, of plain", "<=")
+        yield Variant(f"TransformerLayer, {name}", ours, targets=(held_target(0.70),))
+        yield Variant(f"{name}, fp8_activation_input", half, targets=(held_target(0.53),))
         yield Variant(f"{name}, FP8 weights", stored)
         yield from compiled_variants(setting, name, ours, stored)
-        of_plain_layer: Any = partial(converted, recipe=RECIPES[name]())
-        yield Variant(f"plain, converted, {name}", of_plain_layer)
+        convert_plain: Any = partial(converted, recipe=RECIPES[name]())
+        yield Variant(f"plain, converted, {name}", convert_plain)
         if "compile" in setting.modes:
-            yield Variant(f"plain, converted, {name}, compile", of_plain_layer, compiled=True)
+            yield Variant(f"plain, converted, {name}, compile", convert_plain, compiled=True)
 
 
 def compiled_variants(

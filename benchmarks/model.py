@@ -58,13 +58,13 @@ def plain_stack(size: LayerSize, layers: int, device: torch.device, seed: int) -
     """Make decoder layers of ``torch.nn`` in bfloat16 with normal weights."""
     torch.manual_seed(seed)
     with device:
-        made = [Layer(size.D, size.H, size.G, size.F, nn.Linear) for _ in range(layers)]
-    for layer in made:
+        stacked_layers = [Layer(size.D, size.H, size.G, size.F, nn.Linear) for _ in range(layers)]
+    for layer in stacked_layers:
         layer.attention_norm.eps = layer.mlp_norm.eps = EPS
         for parameter in layer.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=STD)
-    return nn.Sequential(*made).bfloat16()
+    return nn.Sequential(*stacked_layers).bfloat16()
 
 
 def stacks(setting: Setting, plain: nn.Sequential, size: LayerSize) -> Iterator[Stack]:
@@ -74,7 +74,7 @@ def stacks(setting: Setting, plain: nn.Sequential, size: LayerSize) -> Iterator[
     yield Stack("plain bfloat16, eager", same)
     for mode in setting.modes:
         for name in setting.recipes:
-            if name == "mx":  # not in FP8 here, and slow
+            if name == "mx":  # Hopper has no FP8 GEMM for it, and it is slow
                 continue
             recipe = RECIPES[name]()
             shared: dict[str, Any] = {"compiled": mode == "compile", "recipe": recipe, "fp8": True}

@@ -67,32 +67,32 @@ def _steps(
     if not gathers:
         generator.manual_seed(1 + dist.get_rank())
     a = _operand(M, K, left, generator)
-    whole = [*a, *b]
-    mine = whole
+    operands = [*a, *b]
+    local_operands = operands
     if gathers:
         rows = M // group.size()
-        here = slice(group.rank() * rows, (group.rank() + 1) * rows)
+        local_rows = slice(group.rank() * rows, (group.rank() + 1) * rows)
         scale = a[1]
         if left.block[0] == 1:
-            scale = scale[here].contiguous()
+            scale = scale[local_rows].contiguous()
             scale = scale.t().contiguous().t() if left.block[1] > 1 else scale
-        mine = [a[0][here].contiguous(), scale, *b]
+        local_operands = [a[0][local_rows].contiguous(), scale, *b]
     blocks, how = (left.block, right.block), (torch.bfloat16, fast, group.group_name)
     op: Any = gather_mm if gathers else mm_scatter
 
     def alone() -> Tensor:
         y: Tensor = scaled_mm_op(
-            *whole[:2], blocks[0], *whole[2:], blocks[1], None, torch.bfloat16, fast
+            *operands[:2], blocks[0], *operands[2:], blocks[1], None, torch.bfloat16, fast
         )
         return y
 
     def overlapped() -> Tensor:
-        y: Tensor = op(mine, *blocks, *how, [], *[False] * gathers)[0]
+        y: Tensor = op(local_operands, *blocks, *how, [], *[False] * gathers)[0]
         return y
 
     def collective() -> Tensor:
         seen = Window.of_groups.get(group)
-        Window.of_groups[group] = None  # as where ranks do not see each other's memory
+        Window.of_groups[group] = None  # this disables access to other ranks' memory
         y = overlapped()
         Window.of_groups[group] = seen
         return y

@@ -91,13 +91,13 @@ def _torchao(
 def te_context(recipe: str | None, **fields: Any) -> Context:
     """Return TransformerEngine's autocast of one of ``TE_RECIPES``; None disables it."""
     te = importlib.import_module("transformer_engine.pytorch")
-    made = None
+    te_recipe = None
     if recipe is not None:
         module = importlib.import_module("transformer_engine.common.recipe")
-        made = getattr(module, TE_RECIPES[recipe])(**fields)
+        te_recipe = getattr(module, TE_RECIPES[recipe])(**fields)
     if hasattr(te, "autocast"):
-        return partial(te.autocast, enabled=recipe is not None, recipe=made)
-    return partial(te.fp8_autocast, enabled=recipe is not None, fp8_recipe=made)
+        return partial(te.autocast, enabled=recipe is not None, recipe=te_recipe)
+    return partial(te.fp8_autocast, enabled=recipe is not None, fp8_recipe=te_recipe)
 
 
 def _te(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -107,8 +107,8 @@ def _on_cpu(reference: Callable[..., Any]) -> Callable[..., Any]:
     """Run a reference on the CPU, which adds in one order; results return to the device."""
 
     def call(first: Tensor, *others: Any) -> Any:
-        given = tree_map_only(Tensor, Tensor.cpu, (first, *others))
-        return tree_map_only(Tensor, lambda x: x.to(first.device), reference(*given))
+        cpu_arguments = tree_map_only(Tensor, Tensor.cpu, (first, *others))
+        return tree_map_only(Tensor, lambda x: x.to(first.device), reference(*cpu_arguments))
 
     return call
 
@@ -151,11 +151,11 @@ def whole_calls(setting: Setting, shape: MoeShape) -> Iterator[Case]:
 def rows(setting: Setting, name: str, shape: MoeShape) -> Iterator[Row]:
     """Measure the ops, then the entire calls."""
     sizes = f"{name}: {shape.T} tokens, {shape.K} of {shape.E} experts, {shape.H} features"
-    for table, made in (
+    for table, table_cases in (
         (f"{sizes}, ops", cases(setting, shape)),
         (f"{sizes}, calls", whole_calls(setting, shape)),
     ):
-        for case in made:
+        for case in table_cases:
             run = partial(quantize.measure, setting, table, case)
             yield setting.attempt(table, case.name, run)
 

@@ -110,12 +110,12 @@ def energy_in_turns(
     steps: Mapping[str, Callable[[], object]], *, counter: Counter, seconds: float, rounds: int
 ) -> dict[str, common.Sustained]:
     """Measure ms of a step, once each round, and watts; the candidates take turns."""
-    found: dict[str, list[Reading]] = {name: [] for name in steps}
+    readings_by_name: dict[str, list[Reading]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            found[name].append(_measure(step, counter, seconds))
+            readings_by_name[name].append(_measure(step, counter, seconds))
     results = {}
-    for name, readings in found.items():
+    for name, readings in readings_by_name.items():
         timing = common.Timing(tuple(1e3 * r.seconds / r.steps for r in readings))
         watts = statistics.median(r.joules / r.seconds for r in readings)
         results[name] = common.Sustained(timing, None, watts)

@@ -187,14 +187,14 @@ def source_cases(source: ops.Prologue, fp8_dtype: torch.dtype) -> Iterable[Case]
     encode = reference.factors_from_amax(source.amax(), fp8_dtype, "pow2")[1].view(1)
     last = encode, None, None, torch.full((1,), ops.NO_DATA, device=encode.device)
 
-    def of_values(prologue: str, inputs: list[Tensor], dtype: torch.dtype, *how: Any) -> Outputs:
+    def cast_values(prologue: str, inputs: list[Tensor], dtype: torch.dtype, *how: Any) -> Outputs:
         value = ops.value_of_op(prologue, inputs, dtype)
         outputs = list(_reference_cast("", [value], dtype, *how))
         if not reference.has_amax(prologue, how[1], None):
             outputs[2] = None
         return tuple(outputs)
 
-    cast = partial(Case, op=ops.cast_op, reference=of_values, inexact=_SUMS)
+    cast = partial(Case, op=ops.cast_op, reference=cast_values, inexact=_SUMS)
     yield Case("values", ops.value_of_op, reference.value_of, computed, {0: ROUNDING_FLOOR_DB})
     for sums in (False, True):
         more = " + column sums" if sums else ""

@@ -369,14 +369,14 @@ def measure(
     facts = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **facts}
     print(describe(facts), flush=True)
 
-    def told() -> Iterator[Row]:
+    def reported_rows() -> Iterator[Row]:
         for row in subject.rows(setting, options):
             print(f"{subject.name} | {row.case} | {row.name}: {_brief(row)}", file=sys.stderr)
             common.append_json(options.json, facts, [asdict(row)])
             yield row
 
     everything = []
-    for case, rows in groupby(told(), key=lambda row: row.case):
+    for case, rows in groupby(reported_rows(), key=lambda row: row.case):
         everything += list(rows)
         table = tabulate(subject.columns, [row for row in everything if row.case == case])
         print(f"\n{case}\n\n{table}", flush=True)

@@ -44,10 +44,10 @@ def measure(path: Path) -> Opening:
     return Opening(table, usable, complete)
 
 
-def lines(found: Sequence[Opening]) -> list[list[str]]:
+def lines(timings: Sequence[Opening]) -> list[list[str]]:
     """Format a line for each opening, and a line of the medians."""
-    rows = [[str(i), *(f"{seconds:.2f}" for seconds in each)] for i, each in enumerate(found, 1)]
-    medians = [f"{statistics.median(column):.2f}" for column in zip(*found, strict=True)]
+    rows = [[str(i), *(f"{seconds:.2f}" for seconds in each)] for i, each in enumerate(timings, 1)]
+    medians = [f"{statistics.median(column):.2f}" for column in zip(*timings, strict=True)]
     return [*rows, ["median", *medians]]
 
 
@@ -67,16 +67,16 @@ def main(argv: Sequence[str] | None = None) -> list[Opening]:
         began = time.perf_counter()
         path = float8lab.inspect.report(log, Path(folder) / "report.html")
         seconds, size = time.perf_counter() - began, path.stat().st_size / 1e6
-        found = [measure(path) for _ in range(options.runs)]
+        timings = [measure(path) for _ in range(options.runs)]
         with browser.browser() as driver:
             version = driver.capabilities["browserVersion"]
     print(f"{options.layers} layers, 3 operands, {options.steps} steps: {size:.1f} MB, written in "
           f"{seconds:.1f} s")  # fmt: skip
     print(f"Chromium {version}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}\n")
-    print(common.table(["run", "table s", "usable s", "all charts s"], lines(found)))
-    usable = statistics.median(opening.usable for opening in found)
+    print(common.table(["run", "table s", "usable s", "all charts s"], lines(timings)))
+    usable = statistics.median(opening.usable for opening in timings)
     print(f"\nusable <= {TARGET:g} s: {'met' if usable <= TARGET else 'missed'}")
-    return found
+    return timings
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def module_layer(
     return made
 
 
-# What is right
+# Reference results
 
 
 def _results(
@@ -173,7 +173,7 @@ PLAIN = ("o.weight", "down.weight")
 OURS = ("self_attention.proj.weight", "layernorm_mlp.fc2_weight")
 
 
-# What is counted
+# Counters
 
 
 class _GatheredBytes(TorchDispatchMode):

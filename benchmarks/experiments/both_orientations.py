@@ -63,11 +63,11 @@ def run(M: int, K: int, samples: int) -> None:
     """Time all variants on one size."""
     x = torch.randn(M, K, device="cuda").bfloat16()
     encode = torch.full((1,), 2.0**6, device="cuda")
-    given = (E4M3, (-1, -1), "encode", 0.0, 16, True, True, False, encode)
-    wanted = ops.cast_op("", [x], x.dtype, *given)[0:4:3]
+    cast_arguments = (E4M3, (-1, -1), "encode", 0.0, 16, True, True, False, encode)
+    wanted = ops.cast_op("", [x], x.dtype, *cast_arguments)[0:4:3]
     time = partial(time_device, warm_up=3, samples=samples)
     print(f"{M} x {K}: a copy {time(x.clone).median:.4f} ms", flush=True)
-    library = time(lambda: ops.cast_op("", [x], x.dtype, *given))
+    library = time(lambda: ops.cast_op("", [x], x.dtype, *cast_arguments))
     print(f"  {library.median:.4f} ms  the library's cast of both")
     for name, what in (PARTS | CHANGES).items():
         got = tuple(torch.zeros_like(q) for q in wanted)

@@ -27,7 +27,7 @@ def _cast_kernel(
     K,
     TILE_M: gl.constexpr,
     TILE_K: gl.constexpr,
-    DOWN: gl.constexpr,  # tiles below each other before the next ones to the right
+    DOWN: gl.constexpr,  # tiles in a column of tiles before the next tiles to the right
     STRAIGHT: gl.constexpr,  # how often the matrix is written
     TRANSPOSED: gl.constexpr,
     READ: gl.constexpr,

@@ -32,7 +32,7 @@ with needs("float8lab.integrations.lightning", "lightning", "lightning"):
 __all__ = ["LightningPlugin", "LightningStats"]
 
 
-def _of_base(name: str) -> property:
+def _base_method(name: str) -> property:
     """Return a property that is a method of the base class for the Trainer or for Fabric."""
     # The Trainer's methods call hooks of the Trainer, which Fabric lacks. Fabric checks whether the
     # methods are its own: where they are not, it demands ``fabric.backward(loss)`` in place of
@@ -117,7 +117,7 @@ class LightningPlugin:
         self.replace_layers = replace_layers
         self._modules: list[weakref.ref[nn.Module]] = []  # in the order of their setup
         self._is_new = False  # whether some of the modules were not trained yet
-        self._base = self.fabric_base  # see _of_base
+        self._base = self.fabric_base  # see _base_method
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_modules": []}  # a spawned process sets up its own modules
@@ -214,10 +214,10 @@ class LightningPlugin:
         """End the Trainer's use of the plugin, after which Fabric may use it."""
         self._base = self.fabric_base
 
-    pre_backward = _of_base("pre_backward")
-    backward = _of_base("backward")
-    post_backward = _of_base("post_backward")
-    optimizer_step = _of_base("optimizer_step")
+    pre_backward = _base_method("pre_backward")
+    backward = _base_method("backward")
+    post_backward = _base_method("post_backward")
+    optimizer_step = _base_method("optimizer_step")
 
 
 def _converted(data: object, dtype: torch.dtype) -> object:

@@ -120,10 +120,10 @@ def _grouped_linear(
     for expert, matrix in enumerate(plain(weight).to(wide).unbind()):
         start = stops[expert - 1] if expert else 0
         inside = (rows >= start) & (rows < stops[expert])
-        of_expert = _apply_expert(x, matrix, inside, expert, call, stored)
+        expert_y = _apply_expert(x, matrix, inside, expert, call, stored)
         if bias is not None:
-            of_expert = of_expert + bias[expert].to(wide)
-        y = torch.where(inside, of_expert, y)
+            expert_y = expert_y + bias[expert].to(wide)
+        y = torch.where(inside, expert_y, y)
     return y.to(dtype)
 
 

@@ -54,7 +54,7 @@ class StatsCallback:
     def begin(
         self, model: nn.Module, start: int, destinations: Sequence[Destination] | None
     ) -> None:
-        """Watch from ``start``; unless ``destinations`` is None, track to ``to`` or else to these."""
+        """Watch from ``start``; track to ``to``, else to these; not if ``destinations`` is None."""
         self.end()  # ends the watch of a training that was interrupted
         self.watch = watch(model, every=self.interval, start=start, **self.options)
         if destinations is not None:

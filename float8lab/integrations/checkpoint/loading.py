@@ -309,13 +309,11 @@ def _check(
     problems = list(plan.problems)
     if strict:
         explained = {name for _, names in stacks.values() for name in names}
-        problems += [problem for of_stack, _ in stacks.values() for problem in of_stack]
+        problems += [problem for reasons, _ in stacks.values() for problem in reasons]
         problems += [f"{name} is missing" for name in plan.missing if name not in stacks]
         problems += [f"{n} is not in the model" for n in plan.unexpected if n not in explained]
     else:
-        plan.notes += [
-            f"{n} is not loaded: {_few(of_stack)}" for n, (of_stack, _) in stacks.items()
-        ]
+        plan.notes += [f"{n} is not loaded: {_few(reasons)}" for n, (reasons, _) in stacks.items()]
     if problems:
         raise ValueError(
             f"{path} must fit the model; {_few(problems, separator='; ')}. The model is "
