@@ -41,7 +41,7 @@ _KEY = "float8lab"
 class Float8Conv1D(OtherLinear, Conv1D):
     """GPT-2's Conv1D, a linear layer whose weight is stored transposed, run in FP8.
 
-    ``convert_to_float8`` turns a Conv1D into this class: the weight stays ``[in, out]`` in the same
+    ``convert_to_float8`` changes a Conv1D to this class: the weight stays ``[in, out]`` in the same
     parameter. Scales are those of the matrix ``[out, in]``, as for any linear layer. FSDP2 gathers
     the weight in its own dtype and not in FP8.
     """
@@ -103,7 +103,7 @@ class Float8Callback(ConversionArguments, TrainerCallback):
             return
         if state.global_step:
             self._load(model, args, state)
-        # This tells apart checkpoints of several runs that have one folder and one step number.
+        # The id distinguishes checkpoints of several runs with one folder and one step number.
         self._run = uuid.uuid4().hex
         state.stateful_callbacks[_KEY] = {"run": self._run}
 
