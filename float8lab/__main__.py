@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _until_closed(options: argparse.Namespace) -> int:
     """Run a command and return its exit status: that of a signal if the command was interrupted or
-    nobody reads its output, and 2 if its output cannot be written."""
+    nothing reads its output, and 2 if its output cannot be written."""
     program = f"{program_name()} {options.command}"
     if sys.stdout is None:
         return fail(program, "standard output must be open; it is closed.")
