@@ -1,13 +1,13 @@
-"""Run all subjects, each in a process of its own, and rewrite RESULTS.md as they end.
+"""Run all subjects, each in its own process, and rewrite RESULTS.md when each one ends.
 
     python -m benchmarks
     python -m benchmarks --only gemm,linear --compile --plot /tmp/plots
     python -m benchmarks --from DIR
 
 ``--json`` keeps the numbers, one file a subject; ``--from`` rewrites RESULTS.md from such files and
-measures nothing. Only what stands between a subject's two comments in RESULTS.md is replaced: what
-is written by hand around them stays. A subject that fails, or measures nothing, leaves its section
-as it was. The exit status is 1 if one failed or refused a row.
+measures nothing. Only the text between a subject's two comments in RESULTS.md is replaced: the text
+written by hand around them stays. A subject that fails, or measures nothing, leaves its section
+unchanged. The exit status is 1 if a subject failed or refused a row.
 
 ``fsdp``, ``tensor_parallel``, ``overlap`` and ``context_parallel`` are run by torchrun on all GPUs,
 if there are two or more.
@@ -54,18 +54,18 @@ SUBJECTS = (
     "context_parallel",
 )
 BY_RANKS = ("fsdp", "tensor_parallel", "overlap", "context_parallel")
-"""Subjects that torchrun starts."""
+"""The subjects that torchrun starts."""
 RESULTS = common.ROOT / "benchmarks" / "RESULTS.md"
 
 
 def subject(name: str) -> Subject:
-    """What a module measures."""
+    """Return the ``SUBJECT`` of a benchmark's module."""
     found: Subject = importlib.import_module(f"benchmarks.{name}").SUBJECT
     return found
 
 
 def command(name: str, options: argparse.Namespace, json: Path, gpus: int) -> list[str]:
-    """The command line of one subject."""
+    """Return the command line that runs one subject."""
     words = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(json)]
     words += ["--seed", str(options.seed)]
     if options.commit:
@@ -81,7 +81,7 @@ def command(name: str, options: argparse.Namespace, json: Path, gpus: int) -> li
 
 
 def rewrite(results: Path, name: str, json: Path) -> bool:
-    """Put a subject's numbers into its section of RESULTS.md; False if there are none."""
+    """Put a subject's numbers into its section of RESULTS.md; return False if it has none."""
     if not json.exists():
         return False
     facts, rows = report.read_json(json)
@@ -94,7 +94,7 @@ def rewrite(results: Path, name: str, json: Path) -> bool:
 
 
 def run(names: Sequence[str], options: argparse.Namespace, folder: Path) -> list[str]:
-    """Measure; returns the subjects that failed or refused a row."""
+    """Measure the named subjects; return those that failed or refused a row."""
     gpus = torch.cuda.device_count()
     failed = []
     for name in names:
@@ -109,7 +109,7 @@ def run(names: Sequence[str], options: argparse.Namespace, folder: Path) -> list
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what was asked for."""
+    """Run the subjects that the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--only", help=f"of {','.join(SUBJECTS)}")
     parser.add_argument("--compile", action="store_true", help="compiled candidates, too")

@@ -1,9 +1,9 @@
-"""How far a linear layer's output and gradients are from float64, for each recipe.
+"""Measure how far a linear layer's output and gradients are from float64, for each recipe.
 
     python -m benchmarks.accuracy
 
-Needs no GPU: the quantized bytes are the same everywhere. Each layer gets bfloat16 tensors and is
-compared with the same tensors multiplied in float64; ``bfloat16`` is ``torch.nn.Linear``, whose
+This needs no GPU: the quantized bytes are the same everywhere. Each layer gets bfloat16 tensors and
+is compared with float64 GEMMs of the same tensors. ``bfloat16`` is ``torch.nn.Linear``, whose
 results are rounded to bfloat16 like all the others. Higher is better; 6 dB are a factor of 2.
 M tokens, K input features, N output features.
 """
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 WARM_UP_STEPS = 2
-"""Steps before the one that is measured, for delayed scaling to have a history."""
+"""The number of steps before the measured one, so that delayed scaling has a history."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,17 @@ def _normal(*shape: int, generator: torch.Generator) -> Tensor:
 
 
 def gaussian(M: int, K: int, N: int, generator: torch.Generator) -> Problem:
-    """All values normal: the easy case."""
+    """Draw all values from a normal distribution, which is the easy case."""
     x = _normal(M, K, generator=generator)
     w = _normal(N, K, generator=generator) * K**-0.5
     return Problem(x, w, _normal(M, N, generator=generator))
 
 
 def outliers(M: int, K: int, N: int, generator: torch.Generator) -> Problem:
-    """One input feature in 64 is fifty times larger, and tokens' gradients differ in size.
+    """Make one input feature in 64 fifty times larger, and gradients of different sizes by token.
 
-    Large features are what activations of trained transformers have (arXiv:2208.07339); the sizes
-    of the gradients are log-normal, over a few powers of ten.
+    Activations of trained transformers have such large features (arXiv:2208.07339). The sizes of
+    the gradients are log-normal and cover a few powers of ten.
     """
     problem = gaussian(M, K, N, generator)
     feature = torch.ones(K, device=problem.x.device)
@@ -80,20 +80,20 @@ DATA = {"gaussian": gaussian, "outliers": outliers}
 def make_problem(
     data: str, M: int, K: int, N: int, *, seed: int, dtype: torch.dtype, device: str
 ) -> Problem:
-    """Inputs of a kind in ``DATA``, rounded to ``dtype``."""
+    """Make inputs of a kind in ``DATA``, rounded to ``dtype``."""
     generator = torch.Generator(device).manual_seed(seed)
     problem = DATA[data](M, K, N, generator)
     return Problem(*(t.to(dtype) for t in (problem.x, problem.w, problem.dy)))
 
 
 def linear_reference(problem: Problem, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Output and gradients, multiplied in ``dtype``."""
+    """Compute the output and the gradients by GEMMs in ``dtype``."""
     x, w, dy = (t.to(dtype) for t in (problem.x, problem.w, problem.dy))
     return {"y": x @ w.t(), "dX": dy @ w, "dW": dy.t() @ x}
 
 
 def make_linear(problem: Problem) -> nn.Linear:
-    """The plain layer with the problem's weights."""
+    """Make the plain layer with the problem's weights."""
     N, K = problem.w.shape
     layer = nn.Linear(K, N, bias=False, device=problem.w.device, dtype=problem.w.dtype)
     with torch.no_grad():
@@ -102,14 +102,14 @@ def make_linear(problem: Problem) -> nn.Linear:
 
 
 def convert(layer: nn.Linear, recipe: recipes.Recipe) -> nn.Module:
-    """A converted copy; an error if it would not run in FP8."""
+    """Return a converted copy of a layer; raise if the copy would not run in FP8."""
     converted = copy.deepcopy(layer)
     float8lab.convert_to_float8(converted, recipe, strict=True)
     return converted
 
 
 def linear_results(layer: nn.Module, problem: Problem, *, steps: int = 1) -> dict[str, Tensor]:
-    """Output and gradients of the last of ``steps`` equal training steps."""
+    """Return the output and the gradients of the last of ``steps`` equal training steps."""
     for _ in range(steps):
         x = problem.x.clone().requires_grad_()
         layer.zero_grad()
@@ -120,7 +120,7 @@ def linear_results(layer: nn.Module, problem: Problem, *, steps: int = 1) -> dic
 
 
 def measure(problem: Problem) -> dict[str, dict[str, float]]:
-    """SQNR in dB of each output, by name of the recipe."""
+    """Measure the SQNR in dB of each output for each recipe, by the recipe's name."""
     gate = common.Gate(linear_reference(problem), floor_db=0.0)
     plain = make_linear(problem)
     layers = {str(problem.x.dtype).removeprefix("torch."): plain} | {
@@ -133,7 +133,7 @@ def measure(problem: Problem) -> dict[str, dict[str, float]]:
 
 
 def rows(setting: Setting, shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Row]:
-    """Every recipe on every kind of data."""
+    """Measure every recipe on every kind of data."""
     M, K, N = shape
     for data in DATA:
         problem = make_problem(
@@ -167,7 +167,7 @@ SUBJECT = Subject(
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
-    """Measure and print."""
+    """Measure all rows and print the table."""
     parser = common.new_parser(__doc__.split("\n\n")[0] if __doc__ else None)
     _options(parser)
     options = parser.parse_args(argv)

@@ -1,11 +1,11 @@
-"""How far the steps that ``float8lab.inspect.advise`` predicts are from measured ones.
+"""Compare the steps that ``float8lab.inspect.advise`` predicts with measured steps.
 
     python -m benchmarks.advise [--layers 2]
 
-Llama decoder layers in bfloat16, at two sizes. ``advise`` is given the model in high precision and
-a batch, and predicts the step, forward and backward, in high precision and in FP8. Then the step is
-timed as a program sees it, and once more after ``convert_to_float8``. ``off`` is the prediction
-above the measurement, in per cent of the measurement.
+The models are Llama decoder layers in bfloat16, in two sizes. ``advise`` gets the model in high
+precision and a batch, and predicts the step, forward and backward, in high precision and in FP8.
+Then the wall time of the step is measured, and once more after ``convert_to_float8``. ``off`` is
+the prediction minus the measurement, in per cent of the measurement.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ SIZES = (
     LayerSize(D=4096, H=32, G=8, F=14336, batch=4, sequence=4096),
 )
 WARM_UP_STEPS = 5
-"""Steps before those that are timed: kernels are compiled, delayed scales have a history."""
+"""The number of untimed steps first, which compile kernels and give delayed scales a history."""
 MOST_OFF = "largest off %"
 TARGET = Target(MOST_OFF, "<=", 15.0)
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    """A loss whose gradient costs next to nothing."""
+    """Compute a loss whose gradient costs next to nothing."""
     loss: Tensor = model(x).float().square().mean()
     return loss
 
 
 def step_ms(setting: Setting, model: nn.Module, x: Tensor) -> float:
-    """Wall time of a step, launching and all."""
+    """Measure the wall time of a step in ms, launches included."""
 
     def step() -> None:
         model.zero_grad()
@@ -58,7 +58,7 @@ def step_ms(setting: Setting, model: nn.Module, x: Tensor) -> float:
 
 
 def measure(setting: Setting, model: nn.Module, x: Tensor, recipe: Recipe) -> dict[str, float]:
-    """The predicted and the measured step in both precisions. Leaves the model converted."""
+    """Return predicted and measured steps in both precisions; this leaves the model converted."""
     predicted = float8lab.inspect.advise(model, x, recipe, loss_fn=loss_of).step
     values: dict[str, float] = {}
 
@@ -76,17 +76,17 @@ def measure(setting: Setting, model: nn.Module, x: Tensor, recipe: Recipe) -> di
 
 
 def size_rows(setting: Setting, size: LayerSize, layers: int) -> Iterator[Row]:
-    """A row for each recipe."""
+    """Measure a row for each recipe."""
     x = torch.randn(
         (size.batch, size.sequence, size.D), generator=setting.generator(), device=setting.device
     ).bfloat16()
 
     def stack() -> nn.Sequential:
-        made = (plain_layer(size, setting.device, setting.seed + i) for i in range(layers))
-        return nn.Sequential(*made)
+        modules = (plain_layer(size, setting.device, setting.seed + i) for i in range(layers))
+        return nn.Sequential(*modules)
 
     def branches(model: nn.Module) -> Tensor:
-        """The output without the residual stream, which would hide a wrong layer."""
+        """Return the output without the residual stream, which would hide a wrong layer."""
         with torch.no_grad():
             y: Tensor = model(x) - x
         return y
@@ -112,7 +112,7 @@ def size_rows(setting: Setting, size: LayerSize, layers: int) -> Iterator[Row]:
 def rows(
     setting: Setting, sizes: Sequence[LayerSize] = SIZES, layers: int | None = None
 ) -> Iterator[Row]:
-    """All recipes at all sizes; by default 4 small layers, and 2 large ones."""
+    """Measure all recipes at all sizes; by default with 4 small layers and 2 large ones."""
     for size in sizes:
         yield from size_rows(setting, size, layers or (4 if size.D < 4096 else 2))
 

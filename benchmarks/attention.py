@@ -2,12 +2,12 @@
 
     python -m benchmarks.attention [--compile] [--shape 4 4096 causal]
 
-Needs a CUDA GPU. 32 heads of 128 features. ``DotProductAttention`` is ours; in FP8 its inputs and
-the gradient of its output are bfloat16, and the times contain their casts. The baseline is cuDNN in
-bfloat16; for windows and packed sequences, torch's flash attention, which has both. All are
-compared with float32 arithmetic, head by head. FLOPs are those of two GEMMs forward and
-five backward, for the scores that a mask shows. The floor is these FLOPs at the rate of the fastest
-GEMM of the same precision, and every tensor moved once.
+This needs a CUDA GPU. There are 32 heads of 128 features. ``DotProductAttention`` is ours; in FP8
+its inputs and the gradient of its output are bfloat16, and the times contain their casts. The
+baseline is cuDNN in bfloat16 or, for windows and packed sequences, torch's flash attention, which
+has both. All are compared with float32 arithmetic, head by head. FLOPs are those of two GEMMs
+forward and five backward, for the unmasked scores. The floor is the time of these FLOPs at the rate
+of the fastest GEMM of the same precision, plus the time to move every tensor once.
 
 B batch, S positions, H heads, D head size.
 """
@@ -38,14 +38,14 @@ from float8lab.recipes import Recipe
 __all__ = ["SUBJECT", "AttentionSize", "Problem", "exact", "main", "rows"]
 
 BF16_FLOOR_DB = 35.0
-"""Rounding the probabilities and the output to bfloat16 leaves more than 45 dB."""
+"""The least SQNR; rounding the probabilities and the output to bfloat16 leaves over 45 dB."""
 FP8_FLOOR_DB = 15.0
-"""Two GEMMs forward and five backward of e4m3 and e5m2 operands."""
+"""The least SQNR after two GEMMs forward and five backward of e4m3 and e5m2 operands."""
 FORWARD_MS, FORWARD_RATE = "forward ms", "forward TFLOP/s"
 
 
 class AttentionSize(NamedTuple):
-    """Of self attention."""
+    """The sizes and the mask of a self attention."""
 
     B: int
     S: int
@@ -53,17 +53,17 @@ class AttentionSize(NamedTuple):
     D: int = 128
     causal: bool = True
     window: int | None = None
-    """How many keys before its own a query sees; None for all. Only under a causal mask."""
+    """The number of keys before its own position that a causal query sees; None stands for all."""
     packed: bool = False
-    """Whether the sequences lie behind each other, with their lengths in ``cu_seqlens``."""
+    """Whether the sequences are concatenated, with their boundaries in ``cu_seqlens``."""
 
     @property
     def is_for_varlen(self) -> bool:
-        """Whether it is for torch's ``varlen_attn``: scaled_dot_product_attention has it not."""
+        """Whether the baseline is ``varlen_attn``, as scaled_dot_product_attention lacks this."""
         return self.packed or self.window is not None
 
     def describe(self) -> str:
-        """As tables name it."""
+        """Return the name of this size in tables."""
         batch = f"{self.B} packed sequences" if self.packed else f"batch {self.B}"
         mask = "causal" if self.causal else "full"
         if self.window is not None:
@@ -71,15 +71,15 @@ class AttentionSize(NamedTuple):
         return f"{batch}, {self.S} positions, {mask}, {self.H} heads of {self.D}"
 
     def flops(self) -> float:
-        """Of the forward."""
+        """Count the FLOPs of the forward."""
         flops = attention_flops(self.B, self.H, self.S, self.D, causal=self.causal)
         if self.window is None:
             return flops
-        hidden = max(self.S - self.window, 0)  # keys, of the last query
+        hidden = max(self.S - self.window, 0)  # keys that the last query does not see
         return flops - attention_flops(self.B, self.H, hidden, self.D, causal=True)
 
     def hidden(self, device: torch.device) -> Tensor | None:
-        """Which keys a query does not see, ``[S, S]``; None if it sees all."""
+        """Return the mask ``[S, S]`` of keys that a query does not see; None if it sees all."""
         if not self.causal:
             return None
         hidden = torch.ones(self.S, self.S, dtype=torch.bool, device=device).triu(1)
@@ -88,7 +88,7 @@ class AttentionSize(NamedTuple):
         return hidden
 
     def ends(self, device: torch.device) -> Tensor:
-        """``cu_seqlens`` of the sequences, ``[B + 1]``."""
+        """Return ``cu_seqlens`` of the sequences, ``[B + 1]``."""
         stop = self.B * self.S + 1
         return torch.arange(0, stop, self.S, dtype=torch.int32, device=device)
 
@@ -106,11 +106,11 @@ TARGETS = {
     size: (Target(FORWARD_RATE, ">=", forward), Target("TFLOP/s", ">=", both))
     for size, (forward, both) in zip(SIZES, _BOUNDS, strict=False)
 }
-"""Of FP8."""
+"""The targets of the FP8 candidates by size."""
 
 
 class Problem(NamedTuple):
-    """Inputs and the output's gradient, ``[B, S, H, D]``."""
+    """The inputs and the output's gradient, ``[B, S, H, D]``."""
 
     q: Tensor
     k: Tensor
@@ -119,7 +119,7 @@ class Problem(NamedTuple):
 
     @classmethod
     def make(cls, size: AttentionSize, generator: torch.Generator) -> Problem:
-        """Normal values in bfloat16."""
+        """Draw normal values in bfloat16."""
         shape = (size.B, size.S, size.H, size.D)
         device = generator.device
         return cls(
@@ -128,7 +128,7 @@ class Problem(NamedTuple):
 
 
 def exact(problem: Problem, hidden: Tensor | None) -> dict[str, Tensor]:
-    """Output and gradients in float32, ``[B, S, H, D]``."""
+    """Compute the output and the gradients in float32, ``[B, S, H, D]``."""
     B, _, H, D = problem.q.shape
     results = {name: torch.empty_like(problem.q, dtype=torch.float32) for name in NAMES}
     scale = D**-0.5
@@ -153,7 +153,7 @@ NAMES = ("y", "dq", "dk", "dv")
 
 
 class Sdpa(nn.Module):
-    """One backend of torch."""
+    """Torch's scaled_dot_product_attention with one backend."""
 
     def __init__(self, backend: SDPBackend, size: AttentionSize) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Sdpa(nn.Module):
 
 
 class Packed(nn.Module):
-    """Attention of packed sequences, for a batch of equal ones."""
+    """Attention of packed sequences, called with a batch of sequences of equal length."""
 
     def __init__(self, attend: Callable[..., Any]) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Packed(nn.Module):
 
 
 def flash(size: AttentionSize, device: torch.device) -> nn.Module:
-    """Torch's flash attention of packed sequences, which has windows."""
+    """Make torch's flash attention of packed sequences, which has windows."""
     ends, left = size.ends(device), -1 if size.window is None else size.window
     return Packed(
         partial(
@@ -194,7 +194,7 @@ def flash(size: AttentionSize, device: torch.device) -> nn.Module:
 
 
 def ours(size: AttentionSize, recipe: Recipe | None, device: torch.device) -> nn.Module:
-    """``DotProductAttention``; with a recipe in FP8."""
+    """Make our ``DotProductAttention``, which runs in FP8 if a recipe is given."""
     mask = "causal" if size.causal else "no_mask"
     if size.packed:
         mask = "padding_causal" if size.causal else "padding"
@@ -219,12 +219,12 @@ def ours(size: AttentionSize, recipe: Recipe | None, device: torch.device) -> nn
 
 
 def floor_ms(floor: Floor, size: AttentionSize, recipe: Recipe | None, *, fp8: bool) -> float:
-    """Forward and backward: FLOPs and bytes."""
+    """Return the floor of forward and backward in ms, from FLOPs and bytes."""
     elements = size.B * size.S * size.H * size.D
     # Forward: read q, k, v, write out; backward: read these and dout, write three gradients.
     moved = (4 + 8) * 2.0 * elements
     if recipe is not None:
-        # q, k, v, dout are read to be cast and written in one byte, and then read as such.
+        # The casts read q, k, v, dout and write them in one byte; the kernels read these bytes.
         moved = 4 * elements * (2.0 * read_passes(recipe) + 1.0)
         moved += elements * (3 * 1.0 + 2.0 + 4 * 1.0 + 2.0 + 3 * 2.0)
     flops = 3.5 * size.flops()
@@ -244,7 +244,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(setting: Setting, size: AttentionSize) -> Iterator[Candidate]:
-    """Torch's backends, ours, and other libraries'."""
+    """Iterate over torch's backends, ours, and other libraries."""
     device, is_cpu = setting.device, setting.device.type == "cpu"
     backends = {"math bfloat16": SDPBackend.MATH} if is_cpu else {
         "cuDNN bfloat16": SDPBackend.CUDNN_ATTENTION,
@@ -284,7 +284,7 @@ def measure(
     problem: Problem,
     right: dict[str, Tensor],
 ) -> Row:
-    """Check output and gradients, then time."""
+    """Check the output and the gradients of a candidate, then time it."""
     module, dout = candidate.make(), problem.dout.flatten(2)
     if candidate.compiled:
         module.compile()
@@ -298,7 +298,7 @@ def measure(
         out = forward()
         return (out, *torch.autograd.grad(out, leaves, dout))
 
-    for _ in range(2):  # delayed scales have a history
+    for _ in range(2):  # afterwards delayed scales have a history
         both()
     shape = problem.q.shape
     gate = common.Gate(right, FP8_FLOOR_DB if candidate.fp8 else BF16_FLOOR_DB)
@@ -324,7 +324,7 @@ def measure(
 
 
 def rows(setting: Setting, sizes: Sequence[AttentionSize] = SIZES) -> Iterator[Row]:
-    """All candidates on every size."""
+    """Measure all candidates on every size."""
     for size in sizes:
         problem = Problem.make(size, setting.generator())
         right = exact(problem, size.hidden(setting.device))

@@ -1,8 +1,8 @@
-"""A headless browser, and a log to show in it.
+"""Open reports in a headless browser, and make up a log to show in a report.
 
     python -m benchmarks.browser docs/images/report.png [--dark] [report.html]
 
-makes a picture of a report; without one, of a made-up run (see ``sample``).
+saves a picture of a report; without ``report.html`` it shows a made-up run (see ``sample``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS = ("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
 
 
 def missing() -> str:
-    """What a browser test lacks here, or nothing."""
+    """Return what this machine lacks for a browser test; empty if nothing is missing."""
     if importlib.util.find_spec("selenium") is None:
         return "needs selenium (pip install selenium)"
     if not shutil.which("chromium") or not shutil.which("chromedriver"):
@@ -37,7 +37,7 @@ def missing() -> str:
 
 @contextmanager
 def browser(width: int = 1280, height: int = 900, *, dark: bool = False) -> Iterator[Any]:
-    """A driver of a fresh headless chromium, its console and network logged."""
+    """Yield the driver of a new headless chromium whose console and network are logged."""
     from selenium import webdriver
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
@@ -61,7 +61,7 @@ def browser(width: int = 1280, height: int = 900, *, dark: bool = False) -> Iter
         service = webdriver.ChromeService(executable_path=shutil.which("chromedriver"))
         driver = webdriver.Chrome(options=options, service=service)
         try:
-            # Exact, and narrower than a window can be.
+            # This size is exact, and may be narrower than a window can be.
             resize(driver, width, height)
             scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
             driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
@@ -71,13 +71,13 @@ def browser(width: int = 1280, height: int = 900, *, dark: bool = False) -> Iter
 
 
 def resize(driver: Any, width: int, height: int) -> None:
-    """Give the page this many pixels."""
+    """Set the size of the page in pixels."""
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
 
 def sample(blocks: int = 6, steps: int = 120, every: int = 1, seed: int = 0) -> Log:
-    """A made-up run of ``4 * blocks`` layers, in which a few things go wrong.
+    """Make up the log of a run of ``4 * blocks`` layers, in which a few things go wrong.
 
     Gradients lose more to underflow the deeper they are, one layer's input grows an outlier, one
     weight has no SQNR, and one gradient is NaN for a while.
@@ -150,8 +150,8 @@ def open_report(driver: Any, path: Path) -> tuple[float, float]:
     """Open a report and wait until all of it is drawn.
 
     Returns:
-        Seconds from the request until it can be used (cards, table and heat map are drawn), and
-        until all charts are.
+        The seconds from the request until the report can be used (cards, table and heat map are
+        drawn), and until all charts are drawn.
     """
     from selenium.webdriver.support.ui import WebDriverWait
 
@@ -183,7 +183,7 @@ def main() -> None:
                 height = driver.execute_script("return document.documentElement.scrollHeight")
                 resize(driver, args.size[0], height)
             args.png.parent.mkdir(parents=True, exist_ok=True)
-            time.sleep(1)  # the charts follow
+            time.sleep(1)  # the charts are resized after the page
             driver.save_screenshot(str(args.png))
             for entry in driver.get_log("browser"):
                 print(entry["level"], entry["message"])

@@ -1,7 +1,7 @@
-"""One timer, one header, one table and one test of correctness for all benchmarks.
+"""The timers, the header, the table and the test of correctness that all benchmarks share.
 
-A benchmark times only what has passed ``Gate.admits``: a candidate with a wrong answer gets its
-error printed in place of a time.
+A benchmark times only candidates that have passed a ``Gate``: for a candidate with a wrong answer
+the error is printed in place of a time.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parent.parent
 FLUSH_BYTES = 512 * 2**20
-"""Bytes written before each sample, so that no input is in the cache; several times any L2."""
+"""The bytes written before each sample to flush the cache: several times the size of any L2."""
 SAMPLES_PER_BACKLOG = 4
-"""Few enough that their launches fit the driver's queue, which blocks the CPU when it is full."""
+"""Few enough that all launches fit in the driver's queue: a full queue would block the CPU."""
 
 BUSY_CYCLES = 2_000_000_000
-"""About a second, in which the clocks are read: an idle GPU lowers them."""
+"""About one second of work during which clocks are read, since an idle GPU lowers its clocks."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class Timing:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """First and third."""
+        """Return the first and the third quartile."""
         if len(self.samples) < 2:
             return self.median, self.median
         first, _, third = statistics.quantiles(self.samples, n=4, method="inclusive")
         return first, third
 
     def describe(self) -> str:
-        """Median and quartiles.
+        """Format the median and the quartiles.
 
         >>> Timing((1.0, 2.0, 3.0)).describe()
         '2.000 (1.500-2.500)'
@@ -85,7 +85,7 @@ class Timing:
 
 
 def _enqueue_seconds(fn: Callable[[], object], repeats: int = 3) -> float:
-    """CPU time that one call takes to put its work on the GPU's queue, the worst of a few."""
+    """Return the longest CPU time of a few calls that put their work on the GPU's queue."""
     worst = 0.0
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -97,10 +97,10 @@ def _enqueue_seconds(fn: Callable[[], object], repeats: int = 3) -> float:
 
 
 def time_device(fn: Callable[[], object], *, warm_up: int = 10, samples: int = 40) -> Timing:
-    """GPU time of ``fn``, from a cold L2, between CUDA events.
+    """Measure the GPU time of ``fn`` between CUDA events, from a cold L2 cache.
 
-    The GPU is given a backlog first, long enough for the CPU to queue the timed work behind it:
-    the time from launching on the CPU is no part of the result. ``fn`` must not wait for the GPU.
+    The GPU first gets a backlog that is long enough for the CPU to queue the timed work behind it,
+    so the result does not contain launch time on the CPU. ``fn`` must not wait for the GPU.
     """
     for _ in range(warm_up):
         fn()
@@ -124,9 +124,9 @@ def time_device(fn: Callable[[], object], *, warm_up: int = 10, samples: int = 4
 
 
 def gpu_events(step: Callable[[], object], steps: int = 1, *, cpu: bool = False) -> list[Any]:
-    """The kernels, copies and fills of some steps, back to back, as torch's profiler saw them.
+    """Return torch's profiler events of the kernels, copies and fills of consecutive steps.
 
-    With ``cpu`` it follows the CPU, too, which takes time.
+    With ``cpu`` the profiler also follows the CPU, which takes time.
     """
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[*[kinds.CPU] * cpu, kinds.CUDA]) as profile:
@@ -144,9 +144,9 @@ def gpu_events(step: Callable[[], object], steps: int = 1, *, cpu: bool = False)
 def time_wall(
     fn: Callable[[], object], *, warm_up: int = 3, samples: int = 10, calls: int = 10
 ) -> Timing:
-    """Host time of one of ``calls`` calls in a row, launching and all: what a program sees.
+    """Measure the host time of one of ``calls`` calls in a row, launches included.
 
-    Works without a GPU. Where it exceeds ``time_device``, the CPU is what takes the time.
+    This works without a GPU. Where it exceeds ``time_device``, the CPU limits the speed.
     """
 
     def wait() -> None:
@@ -170,7 +170,7 @@ def time_slowest(
     step: Callable[[], object], device: torch.device, *, warm_up: int = 3, samples: int = 5,
     calls: int = 10,
 ) -> float:  # fmt: skip
-    """``time_wall`` on the slowest rank; on a CPU, of one call."""
+    """Return the median of ``time_wall`` on the slowest rank; on a CPU, time a single call."""
     few = device.type != "cuda"
     dist.barrier()
     timing = time_wall(
@@ -184,12 +184,12 @@ def time_slowest(
 
 @dataclass(frozen=True)
 class Sustained:
-    """What a step takes in training: the GPU is at its power limit, and its clocks are lower."""
+    """The time of a step in training, when a GPU at its power limit has lower clocks."""
 
     timing: Timing
-    """One sample a round."""
+    """The time of a step, with one sample for each round."""
     mhz: float | None
-    """Clock of the multiprocessors while it ran; None where nvidia-smi does not tell."""
+    """The clock of the multiprocessors during the steps; None if nvidia-smi does not tell."""
     watts: float | None
 
 
@@ -200,11 +200,11 @@ def time_sustained(
     rounds: int = 3,
     agree: Callable[[bool], bool] = bool,
 ) -> dict[str, Sustained]:
-    """Time of a step of each candidate, back to back for ``seconds``, in turns.
+    """Measure a step of each candidate, repeated for ``seconds``; the candidates take turns.
 
-    A GPU that is hot already gives whoever comes later a few percent less, so all take turns.
-    Ranks that communicate in a step take as many steps: ``agree`` makes of whether to go on what
-    one of them says.
+    A GPU that is already hot is a few percent slower for later candidates, so all take turns.
+    Ranks that communicate in a step must take equally many steps: ``agree`` replaces each rank's
+    decision whether to continue by the decision of one rank.
     """
     found: dict[str, list[tuple[float, tuple[float, float] | None]]] = {name: [] for name in steps}
     for _ in range(rounds):
@@ -221,7 +221,7 @@ def time_sustained(
 def _run_for(
     step: Callable[[], object], seconds: float, agree: Callable[[bool], bool]
 ) -> tuple[float, tuple[float, float] | None]:
-    """Milliseconds of a step that is repeated for so long; clock and watts in its second half."""
+    """Repeat a step for so long; return its ms, and clock and watts of the second half."""
     gpu = torch.cuda.is_available()
     wait = torch.cuda.synchronize if gpu else lambda: None
     for _ in range(2):
@@ -260,9 +260,9 @@ def _read(reading: subprocess.Popen[str]) -> tuple[float, float] | None:
 
 
 def sqnr(result: Tensor, reference: Tensor) -> float:
-    """Signal-to-quantization-noise ratio in dB, in float64; the higher the closer.
+    """Return the signal-to-quantization-noise ratio in dB, in float64; higher is closer.
 
-    NaN where ``result`` is not finite or the shapes differ; inf where the two are equal.
+    The ratio is NaN if ``result`` is not finite or the shapes differ, and inf if both are equal.
 
     >>> round(sqnr(torch.tensor([1.01]), torch.tensor([1.0])), 1)
     40.0
@@ -280,30 +280,30 @@ def sqnr(result: Tensor, reference: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Gate:
-    """The right answers by name, and how close in dB of SQNR a candidate's have to be."""
+    """The right answers by name, and the least SQNR in dB that a candidate's answers need."""
 
     reference: Mapping[str, Tensor]
     floor_db: float
 
     def measure(self, results: Mapping[str, Tensor]) -> dict[str, float]:
-        """SQNR of each output; NaN for one that is missing."""
+        """Return the SQNR of each output; a missing output has NaN."""
         return {
             name: sqnr(results[name], right) if name in results else float("nan")
             for name, right in self.reference.items()
         }
 
     def refusal(self, measured: Mapping[str, float]) -> str | None:
-        """Why a candidate with this SQNR may not be timed; None if it may."""
+        """Return why a candidate with this SQNR may not be timed; None if it may be."""
         wrong = [f"{name} {db:.1f} dB" for name, db in measured.items() if not db >= self.floor_db]
         return f"wrong: {', '.join(wrong)}, below {self.floor_db:g} dB" if wrong else None
 
     def admits(self, results: Mapping[str, Tensor]) -> bool:
-        """Whether every output is there and close enough."""
+        """Whether every output is present and close enough."""
         return self.refusal(self.measure(results)) is None
 
 
 def _run(*command: str) -> str | None:
-    """Output of a command that may be absent or fail."""
+    """Return the output of a command; None if the command is absent or fails."""
     if shutil.which(command[0]) is None:
         return None
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -318,7 +318,7 @@ def _commit() -> str:
 
 
 def _gpu() -> dict[str, str]:
-    """The GPU that torch uses and its state as read while it is busy; nothing is set."""
+    """Describe the GPU that torch uses, with its state read under load; nothing is set."""
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     facts = {"GPU": f"{device.name}, {device.multi_processor_count} SMs"}
     fields = "clocks.sm,clocks.max.sm,clocks.mem,power.limit,driver_version"
@@ -334,7 +334,7 @@ def _gpu() -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    """Of triton, and of other FP8 libraries that are there."""
+    """Return the versions of triton and of other FP8 libraries that are installed."""
     found = {"triton": "not installed"}
     for name in ("triton", "torchao", "transformer_engine"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -343,7 +343,7 @@ def _versions() -> dict[str, str]:
 
 
 def _command() -> str:
-    """The command line, without the files that it writes."""
+    """Return the command line without the options of output files and of the commit."""
     words, options = [f"python -m benchmarks.{Path(sys.argv[0]).stem}"], iter(sys.argv[1:])
     for word in options:
         if word in ("--json", "--plot", "--commit"):
@@ -354,10 +354,10 @@ def _command() -> str:
 
 
 def header(commit: str | None = None) -> dict[str, str]:
-    """What a reader needs to know to repeat the measurement.
+    """Collect the facts that a reader needs to repeat the measurement.
 
     Args:
-        commit: what is measured, where git cannot tell.
+        commit: the commit that is measured, where git cannot tell.
     """
     cuda = torch.cuda.is_available()
     machine = _gpu() if cuda else {"CPU": f"{torch.get_num_threads()} threads, no GPU"}
@@ -370,12 +370,12 @@ def header(commit: str | None = None) -> dict[str, str]:
 
 
 def describe_header(facts: Mapping[str, str]) -> str:
-    """The header as a markdown list."""
+    """Format the header as a markdown list."""
     return "\n".join(f"- {name}: {value}" for name, value in facts.items())
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A markdown table: the first column to the left, the rest, numbers mostly, to the right.
+    """Format a markdown table: the first column is left-aligned, all others right-aligned.
 
     >>> print(table(["op", "ms"], [["cast", 1.5]]))
     | op   |  ms |
@@ -396,7 +396,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def append_json(path: Path | None, facts: Mapping[str, str], rows: Sequence[object]) -> None:
-    """Add a line of rows to a history of such lines; those of one run have equal headers."""
+    """Append one line of rows to a JSON history; the lines of one run have equal headers."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -406,7 +406,7 @@ def append_json(path: Path | None, facts: Mapping[str, str], rows: Sequence[obje
 
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark has."""
+    """Make a parser with the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="append each row, as a line")
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
@@ -415,14 +415,14 @@ def new_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def add_sizes_of_layers(parser: argparse.ArgumentParser, **others: int) -> None:
-    """Add options for the sizes of decoder layers, by default Llama 8B's, and others by default."""
+    """Add options for sizes of decoder layers, with Llama 8B's as defaults, and for ``others``."""
     usual = {"dim": 4096, "heads": 32, "groups": 8, "ffn": 14336, "sequence": 8192}
     for name, default in (usual | others).items():
         parser.add_argument(f"--{name}", type=int, default=default)
 
 
 def start_ranks(kind: str) -> torch.device:
-    """Make the process group of torchrun's ranks; gives this rank's device, of that type."""
+    """Create the process group of torchrun's ranks; return this rank's device of that type."""
     if kind == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
@@ -433,13 +433,13 @@ def start_ranks(kind: str) -> torch.device:
 
 
 def forbid_eager_fallback() -> None:
-    """Have torch compile every candidate, or raise: beyond its limit it would run one eagerly."""
+    """Make torch compile every candidate or raise; at its limit it would run eager code instead."""
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
 def require_cuda(program: str) -> None:
-    """End the program with a message where there is no GPU to time."""
+    """Exit the program with a message if there is no GPU to time."""
     if not torch.cuda.is_available():
         sys.exit(
             f"{program} measures a CUDA GPU (compute capability 9.0 for its FP8 GEMMs), and torch"

@@ -1,12 +1,12 @@
-"""Attention of one long sequence on several GPUs, by each way to communicate.
+"""Time attention of one long sequence on several GPUs, for each way to communicate.
 
     torchrun --nproc-per-node 2 -m benchmarks.context_parallel [--positions 32768,131072]
 
-A causal ``DotProductAttention`` of 32 query heads and 8 of keys and values, each of 128 features,
-whose tokens ranks share in the balanced order; in FP8 under current scaling. ``ideal`` is one GPU's
-time for the same share of the work, and nothing sent: the full sequence, with ``1 / R`` of the
-heads. A result is compared with one GPU's, in bfloat16, before it is timed. Time is of calls one
-after another, on the slowest rank, the median of rounds in which all take turns.
+A causal ``DotProductAttention`` has 32 query heads and 8 key and value heads, each of 128 features.
+Its tokens are sharded over the ranks in the balanced order; FP8 is under current scaling. ``ideal``
+is one GPU's time for as much work without communication: the full sequence with ``1 / R`` of the
+heads. A result is compared with one GPU's in bfloat16 before it is timed. Times are of consecutive
+calls on the slowest rank: the median of rounds in which all candidates take turns.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from float8lab.recipes import Float8CurrentScaling
 __all__ = ["SUBJECT", "AttentionHeads", "main", "rows"]
 
 FLOORS_DB = {"bf16": 35.0, "current": 24.0}
-"""By precision: two orders of sums in bfloat16; operands of e4m3."""
+"""The least SQNR by precision: bfloat16 differs in the order of sums, FP8 in its e4m3 operands."""
 FORWARD, BOTH = "forward ms", "forward, backward ms"
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 ROUNDS = 3
 
 
 class AttentionHeads(NamedTuple):
-    """Heads of queries, of keys and values, and their size."""
+    """The numbers of query heads and of key and value heads, and the size of a head."""
 
     H: int = 32
     G: int = 8
@@ -51,7 +51,7 @@ HEADS = AttentionHeads()
 
 
 def _tensors(positions: int, heads: AttentionHeads, device: torch.device) -> list[Tensor]:
-    """Query, key, value and the gradient of the output, the same on all ranks."""
+    """Make query, key, value and the gradient of the output, which are equal on all ranks."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(n, heads.D) for n in (heads.H, heads.G, heads.G)] + [(heads.H * heads.D,)]
     return [
@@ -73,7 +73,7 @@ def _module(heads: AttentionHeads, device: torch.device, comm_type: str | None =
 
 
 def _step(module: Any, tensors: list[Tensor], precision: str, *, backward: bool) -> list[Tensor]:
-    """The output, and the gradients of query, key and value."""
+    """Return the output and, with ``backward``, the gradients of query, key and value."""
     *leaves, dout = tensors
     leaves = [x.detach().requires_grad_(backward) for x in leaves]
     recipe = Float8CurrentScaling(fp8_dpa=True)
@@ -85,11 +85,11 @@ def _step(module: Any, tensors: list[Tensor], precision: str, *, backward: bool)
 def rows(
     positions: int, options: argparse.Namespace, device: torch.device, heads: AttentionHeads = HEADS
 ) -> Iterator[Row]:
-    """A row for each way and precision, beside the ideal ones."""
+    """Measure a row for each way to communicate and precision, and the ideal rows."""
     ranks, tensors = dist.get_world_size(), _tensors(positions, heads, device)
     right = _step(_module(heads, device), tensors, "bf16", backward=True)
     shards = [shard_sequence(x, dist.group.WORLD) for x in (*tensors, *right)]
-    mine, right = shards[: len(tensors)], shards[len(tensors) :]
+    local_tensors, right = shards[: len(tensors)], shards[len(tensors) :]
     narrow = AttentionHeads(heads.H // ranks, max(heads.G // ranks, 1), heads.D)
     for precision in options.precision or FLOORS_DB:
         case = f"{ranks} ranks, {positions} positions, {precision}"
@@ -97,7 +97,7 @@ def rows(
         steps = {"ideal": ideal}
         decibels: dict[str, dict[str, float]] = {"ideal": {}}
         for name in options.comm_type or COMM_TYPES:
-            step = partial(_step, _module(heads, device, name), mine)
+            step = partial(_step, _module(heads, device, name), local_tensors)
             got = step(precision, backward=True)
             worst = torch.tensor(min(map(common.sqnr, got, right)), device=device)
             dist.all_reduce(worst, op=dist.ReduceOp.MIN)
@@ -113,7 +113,7 @@ def _times(
     steps: Mapping[str, Callable[..., list[Tensor]]], precision: str, positions: int,
     device: torch.device,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Milliseconds of each one's forward, and with its backward, on the slowest rank."""
+    """Measure ms of each candidate's forward, and forward and backward, on the slowest rank."""
     few = device.type != "cuda"
     samples: dict[str, dict[str, list[float]]] = {name: {FORWARD: [], BOTH: []} for name in steps}
     for _ in range(1 if few else ROUNDS):
@@ -132,7 +132,7 @@ def _times(
     }
 
 
-def _of_ideal(title: str, row: Row, base: Row | None) -> str | None:
+def _relative_to_ideal(title: str, row: Row, base: Row | None) -> str | None:
     if base is None or title not in row.values:
         return None
     return f"{100 * base.values[title] / row.values[title]:.1f} %"
@@ -145,18 +145,18 @@ SUBJECT = Subject(
     (
         Column("communication", cell=lambda row, base: row.name, always=True),
         Column(FORWARD, 2),
-        Column("of ideal", cell=partial(_of_ideal, FORWARD)),
+        Column("of ideal", cell=partial(_relative_to_ideal, FORWARD)),
         Column(BOTH, 2),
-        Column("of ideal, both", cell=partial(_of_ideal, BOTH)),
+        Column("of ideal, both", cell=partial(_relative_to_ideal, BOTH)),
         report.decibels("worst result"),
     ),
-    lambda setting, options: (),  # by torchrun only: see main
+    lambda setting, options: (),  # it runs by torchrun only: see main
     recipes=("current",),
 )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, and print markdown tables on rank 0."""
+    """Measure all cases and print markdown tables on rank 0."""
     parser = common.new_parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--positions", default="32768,131072", help="comma-separated")
     parser.add_argument("--precision", action="append", choices=FLOORS_DB)

@@ -1,12 +1,12 @@
-"""Attention of one new token to a paged key/value cache: time, and share of what a copy reaches.
+"""Time attention of one new token to a paged key/value cache, and compare it with a copy.
 
     python -m benchmarks.decode [--page-size 128]
 
-Needs a CUDA GPU. Each call is first compared with the reference in plain PyTorch. The bytes are
-those that must move: each key and value once, and scales, queries, table and output. The floor is
-these bytes at the rate of a large copy.
+This needs a CUDA GPU. Each call is first compared with the reference in plain PyTorch. The bytes
+are those that must move: each key and value once, and scales, queries, table and output. The floor
+is the time to move these bytes at the rate of a large copy.
 
-B sequences, S keys of each.
+B sequences of S keys each.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SIZES = (8, 32768), (1, 32768), (64, 4096), (8, 4096), (1, 4096), (64, 1024), (8
 CACHES = {"bfloat16": torch.bfloat16, "FP8 e4m3": E4M3, "FP8 e5m2": E5M2}
 HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128
 VALUES_FLOOR_DB = 45.0
-"""For outputs and probabilities that are rounded to bfloat16: each rounding leaves about 54 dB."""
+"""The least SQNR: rounding outputs and probabilities to bfloat16 leaves about 54 dB each time."""
 TARGETS = {(8, 32768): (Target("% of copy", ">=", 80),)}
 
 
 def case(setting: Setting, name: str, B: int, S: int, page_size: int) -> Case:
-    """The newest token of each sequence attends to all keys, whose pages lie in any order."""
+    """Make a case: each sequence's newest token attends to all keys, in pages in random order."""
     device, generator, pages = setting.device, setting.generator(), B * -(-S // page_size)
     stores, scales = [], []
     for _ in "kv":
@@ -55,7 +55,7 @@ def case(setting: Setting, name: str, B: int, S: int, page_size: int) -> Case:
 
 
 def rows(setting: Setting, B: int, S: int, page_size: int) -> Iterator[Row]:
-    """One for each dtype of the cache."""
+    """Measure a row for each dtype of the cache."""
     table = (
         f"{B} sequence{'s' * (B > 1)} of {S} keys, {KV_HEADS} key/value heads for {HEADS} of "
         f"queries, {HEAD_SIZE} features, pages of {page_size}"
@@ -63,8 +63,8 @@ def rows(setting: Setting, B: int, S: int, page_size: int) -> Iterator[Row]:
     for name in CACHES:
 
         def run(name: str = name) -> Row:
-            made = case(setting, name, B, S, page_size)
-            return quantize.measure(setting, table, made, TARGETS.get((B, S), ()))
+            decode_case = case(setting, name, B, S, page_size)
+            return quantize.measure(setting, table, decode_case, TARGETS.get((B, S), ()))
 
         yield setting.attempt(table, name, run)
 

@@ -1,12 +1,12 @@
-"""A layer of experts, routing to the sums of the tokens: bfloat16 and each recipe.
+"""Time an MoE layer, from routing to the weighted sums, in bfloat16 and for each recipe.
 
     python -m benchmarks.experts [--sustained] [--model qwen3-moe] [--recipe block] [--own-bf16]
 
-Needs a CUDA GPU. Each case is forward and backward of a router and of the experts that it chooses:
-by torch's ops and its grouped GEMM, as Transformers does it, and by ``ExpertMLP``. The router
-is the same in all. With ``--sustained`` each recipe takes turns with bfloat16 alone, and has a
-table, which is there before the kernels of the next recipe are compiled. ``saved`` is what autograd
-saves until backward.
+This needs a CUDA GPU. Each case is forward and backward of a router and of the chosen experts: by
+torch's ops and its grouped GEMM, as in Transformers, and by ``ExpertMLP``. The router is the same
+in all. With ``--sustained`` each recipe takes turns with bfloat16 only, and has its own table,
+which is printed before the kernels of the next recipe are compiled. ``saved`` is the memory that
+autograd saves until backward.
 
 T tokens, E experts, K experts of a token, H features, F features between.
 """
@@ -33,13 +33,13 @@ from float8lab.recipes import Recipe
 __all__ = ["MODELS", "SUBJECT", "Layer", "main", "rows", "saved_share"]
 
 FLOOR_DB = 20.0
-"""As of one linear layer, see ``benchmarks/linear.py``."""
+"""The least SQNR in dB, as for one linear layer: see ``benchmarks/linear.py``."""
 SAVED = "saved, x bf16"
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Sizes of a layer of experts."""
+    """The sizes of a layer of experts."""
 
     T: int
     E: int
@@ -49,7 +49,7 @@ class Layer:
 
     @property
     def flops(self) -> float:
-        """Of a training step."""
+        """Return the FLOPs of a training step."""
         return 18.0 * self.T * self.K * self.H * self.F
 
 
@@ -60,7 +60,7 @@ MODELS = {
 
 
 class _Mixture(nn.Module):
-    """A router, whose choice is ``run`` by one of the ways to run experts."""
+    """A router and the experts that it chooses; subclasses override how these ``run``."""
 
     def __init__(self, shape: Layer, router: Tensor, fc1: Tensor, fc2: Tensor) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _Mixture(nn.Module):
         return self.run(x, best.indices, best.values.softmax(-1).to(x.dtype))
 
     def run(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """As Transformers' ``grouped_mm`` does."""
+        """Run the experts as Transformers' ``grouped_mm`` does."""
         T, K = index.shape
         expert, order = index.flatten().sort(stable=True)
         offs = torch.searchsorted(
@@ -87,7 +87,7 @@ class _Mixture(nn.Module):
         return y[back].view(T, K, -1).sum(1)
 
     def multiply(self, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        """The rows of each expert by its weight."""
+        """Apply the weight of each expert to the expert's rows."""
         return torch._grouped_mm(x, weight.mT, offs=offs)
 
 
@@ -107,7 +107,7 @@ class _Ours(_Mixture):
 
 
 class _Reference(_Mixture):
-    """GEMMs in float32."""
+    """Experts whose GEMMs run in float32."""
 
     def multiply(self, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         parts = zip(x.tensor_split(offs[:-1].tolist()), weight, strict=True)
@@ -115,10 +115,10 @@ class _Reference(_Mixture):
 
 
 def saved_share(shape: Layer, recipe: Recipe | None) -> float:
-    """Bytes that ``ExpertMLP`` has autograd save until backward, of those of torch's ops.
+    """Return the bytes that autograd saves for ``ExpertMLP``, relative to torch's ops.
 
-    At full size on the meta device, where all is counted and nothing computed. The layer's tokens
-    and what the router saves are in both, parameters in neither.
+    The layers have full size on the meta device, where bytes are counted without computing. The
+    layer's tokens and what the router saves count in both, parameters count in neither.
     """
     new = partial(torch.empty, device="meta", dtype=torch.bfloat16)
     sizes = (shape.E, shape.H), (shape.E, 2 * shape.F, shape.H), (shape.E, shape.H, shape.F)
@@ -132,7 +132,7 @@ def _extra(shape: Layer, module: nn.Module, x: Tensor) -> dict[str, float]:
 
 
 def rows(setting: Setting, name: str, shape: Layer, *, own_bf16: bool = False) -> Iterator[Row]:
-    """All candidates on one layer; with ``own_bf16`` also ours in bfloat16."""
+    """Measure all candidates on one layer; with ``own_bf16`` also ``ExpertMLP`` in bfloat16."""
     torch.manual_seed(setting.seed)
     new = partial(torch.randn, device=setting.device, dtype=torch.bfloat16)
     x, dy = new(shape.T, shape.H), new(shape.T, shape.H)

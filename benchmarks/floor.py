@@ -1,9 +1,9 @@
-"""What a machine cannot be faster than: GEMM times and copy bandwidth, measured in the same run.
+"""Compute the floor of a time: GEMM times and copy bandwidth, measured in the same run.
 
-The floor of a row is its GEMMs alone, on the same operands with the same accumulation, plus the
-bytes that must move at the rate of a large copy. Bytes are counted as if everything elementwise
-were fused with the cast that reads it: a tensor is read once for each pass over it that cannot be
-avoided and written once for each orientation that a GEMM needs.
+The floor of a row is the time of its GEMMs alone, on the same operands with the same accumulation,
+plus the time to move the necessary bytes at the rate of a large copy. Bytes are counted as if each
+elementwise op were fused with the cast that reads it: a tensor is read once for each unavoidable
+pass over it, and written once for each orientation that a GEMM needs.
 
 M tokens, K input features, N output features.
 """
@@ -28,20 +28,20 @@ from float8lab.recipes import Recipe
 __all__ = ["BF16", "Floor", "Gemm", "GemmOperands", "cast_bytes", "gemms_of_recipe", "read_passes"]
 
 COPY_BYTES = 2 * 2**30
-"""Bytes of the tensor whose copy gives the bandwidth."""
+"""The bytes of the tensor whose copy measures the bandwidth."""
 CEILING_SIZE = 8192
-"""Rows, columns and contraction of the GEMM whose rate is called the ceiling."""
+"""The rows, columns and contraction of the GEMM whose rate is called the ceiling."""
 
 
 class Gemm(NamedTuple):
-    """How ``a @ b.T`` is computed; without formats, in bfloat16."""
+    """The formats and the accumulation of ``a @ b.T``; a and b are bfloat16 without formats."""
 
     a: Float8Spec | None = None
     b: Float8Spec | None = None
     fast_accum: bool = False
 
     def operands(self, M: int, N: int, K: int, generator: torch.Generator) -> GemmOperands:
-        """Normal values, cast."""
+        """Draw normal values and cast them to the formats."""
         a, b = (_normal(rows, K, generator) for rows in (M, N))
         return GemmOperands(a, b, self)
 
@@ -59,7 +59,7 @@ class GemmOperands:
             self.a, self.b = _quantize(a, gemm.a), _quantize(b, gemm.b)
 
     def multiply(self) -> Tensor:
-        """The GEMM in bfloat16, by the op that the layers call."""
+        """Run the GEMM with a bfloat16 result, by the op that the layers call."""
         (a, a_scale), (b, b_scale) = self.a, self.b
         spec_a, spec_b, fast = self.gemm
         if spec_a is None or spec_b is None:
@@ -70,7 +70,7 @@ class GemmOperands:
         return out
 
     def exact(self) -> Tensor:
-        """The GEMM of the same values in float64."""
+        """Compute the GEMM of the same values in float64."""
         left, right = (
             x.double() if spec is None or scale is None
             else ops.value_of_op("dequantize", (x, scale), torch.float32, spec.block).double()
@@ -95,7 +95,7 @@ def _quantize(x: Tensor, spec: Float8Spec) -> tuple[Tensor, Tensor]:
 
 
 def gemms_of_recipe(recipe: Recipe | None) -> dict[str, Gemm] | None:
-    """The three GEMMs of a linear layer; None if this recipe's formats have no FP8 GEMM."""
+    """Return a linear layer's three GEMMs; None if the recipe's formats have no FP8 GEMM."""
     if recipe is None:
         return dict.fromkeys(("fprop", "dgrad", "wgrad"), BF16)
     plan = recipe.linear
@@ -105,10 +105,10 @@ def gemms_of_recipe(recipe: Recipe | None) -> dict[str, Gemm] | None:
 
 
 def read_passes(recipe: Recipe) -> int:
-    """How often a tensor must be read to be cast in both orientations.
+    """Return how often a tensor must be read to be cast in both orientations.
 
-    Twice if a scale depends on a whole column or the whole tensor and is not known before; the
-    second pass uses it. A row, or a 128x128 tile, stays on the chip between the two.
+    The tensor is read twice if a scale depends on an entire column or the entire tensor and is not
+    known before: the second pass uses the scale. A row or 128x128 tile stays on the chip meanwhile.
 
     >>> from float8lab import recipes
     >>> read_passes(recipes.DelayedScaling()), read_passes(recipes.Float8CurrentScaling())
@@ -119,24 +119,24 @@ def read_passes(recipe: Recipe) -> int:
 
 
 def cast_bytes(recipe: Recipe | None, elements: int, *, read: float = 2.0) -> float:
-    """Bytes that casting ``elements`` in both orientations moves; none in bfloat16.
+    """Count the bytes that casting ``elements`` in both orientations moves; none in bfloat16.
 
     Args:
-        recipe: how to cast.
-        elements: that are written.
-        read: bytes that are read for each of them, once.
+        recipe: the recipe that casts; None is bfloat16.
+        elements: the number of elements of the tensor.
+        read: the bytes that one pass reads for each element.
     """
     return 0.0 if recipe is None else elements * (read * read_passes(recipe) + 2.0)
 
 
 class Floor:
-    """Rates of a device, each measured once, when first asked for.
+    """The rates of a device, each of which is measured once, on its first use.
 
     Args:
-        device: which.
-        time: gives the ``Timing`` of a function's work on it.
-        copy_bytes: size of the copied tensor.
-        ceiling_size: of the square GEMM.
+        device: the device to measure.
+        time: returns the ``Timing`` of a function's work on the device.
+        copy_bytes: the size of the copied tensor.
+        ceiling_size: the size of the square GEMM.
     """
 
     def __init__(
@@ -153,17 +153,17 @@ class Floor:
 
     @cached_property
     def copy_rate(self) -> float:
-        """TB/s, read and written, of a large copy on the device."""
+        """Measure the TB/s, read and written, of a large copy on the device."""
         source = torch.zeros(self._copy_bytes, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         return 2 * self._copy_bytes / self.time(lambda: target.copy_(source)).median / 1e9
 
     def move_ms(self, amount: float) -> float:
-        """Milliseconds for as many bytes, read or written, at the rate of a copy."""
+        """Return the ms to move so many bytes, read or written, at the rate of a copy."""
         return amount / self.copy_rate / 1e9
 
     def gemm_ms(self, M: int, N: int, K: int, gemm: Gemm) -> float:
-        """Milliseconds of one GEMM alone, from a cold cache."""
+        """Measure the ms of one GEMM alone, from a cold cache."""
         key = (M, N, K, gemm)
         if key not in self._gemm_ms:
             generator = torch.Generator(self.device).manual_seed(0)
@@ -171,12 +171,12 @@ class Floor:
         return self._gemm_ms[key]
 
     def ceiling(self, *, fp8: bool) -> float:
-        """TFLOP/s of a large square GEMM: bfloat16, or FP8 per tensor with fast accumulation."""
+        """Measure TFLOP/s of a large square GEMM: bfloat16, or fast-accumulating FP8 per tensor."""
         size = self._ceiling_size
         return 2 * size**3 / self.gemm_ms(size, size, size, FASTEST if fp8 else BF16) / 1e9
 
     def gemms_ms(self, shapes: Sequence[LinearShape], recipe: Recipe | None) -> float | None:
-        """Milliseconds of the three GEMMs of each layer; None if the recipe has none in FP8."""
+        """Return the ms of the three GEMMs of all layers; None if the recipe has no FP8 GEMMs."""
         gemms = gemms_of_recipe(recipe)
         if gemms is None or not all(map(self._supported, gemms.values())):
             return None
@@ -193,7 +193,7 @@ class Floor:
         return may_multiply(a.block, b.block, self.device, a_dtype=a.fp8_dtype, b_dtype=b.fp8_dtype)
 
     def describe(self) -> dict[str, str]:
-        """For the header of a benchmark."""
+        """Describe both rates for the header of a benchmark."""
         size = self._ceiling_size
         bf16, fp8 = self.ceiling(fp8=False), self.ceiling(fp8=True)
         return {

@@ -1,16 +1,16 @@
-"""FSDP2 training steps: Llama-3-8B decoder layers, sharded over the GPUs of one host.
+"""Time FSDP2 training steps of Llama-3-8B decoder layers, sharded over the GPUs of one host.
 
     torchrun --nproc-per-node 4 -m benchmarks.fsdp
     torchrun --nproc-per-node 4 -m benchmarks.fsdp --variants bf16,gather --modes compile
     torchrun --nproc-per-node 4 -m benchmarks.fsdp --modes eager --one-thread
     torchrun --nproc-per-node 4 -m benchmarks.fsdp --variants bf16,gather --gradients fp32,fp8
 
-fp32 shards, bf16 compute, fused AdamW, one ``fully_shard`` a layer and one around all. Each variant
-starts anew; its time is the slowest rank's, the median of ``--steps`` steps; its peak memory that
-of the rank that needs most; its gathered bytes what a rank sends in one step's all-gathers; its
-reduced bytes what it gives reduce-scatters, or all-to-alls of FP8 gradients, one part of which is
-its own. A variant gets no time if its first loss differs from bf16's by more than ``SAME``, or if
-its loss has not fallen by at least ``DESCENT`` of what bf16's has at the end.
+Shards are fp32, compute is bf16, the optimizer is fused AdamW, and ``fully_shard`` wraps each layer
+and the model. Each variant trains a new model. Its time is the median of ``--steps`` steps on the
+slowest rank, its peak memory that of the rank that needs most. Gathered bytes are what a rank sends
+in one step's all-gathers; reduced bytes are its inputs of reduce-scatters, or of all-to-alls of FP8
+gradients, its own shard included. A variant gets no time if its first loss differs from bf16's by
+more than ``SAME``, or if its loss falls by less than ``DESCENT`` times the fall of bf16's.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from float8lab.recipes import (
 )
 
 SAME = 0.01
-"""How far, relative to bf16's, the loss before any update may be off."""
+"""The largest relative deviation from bf16's loss before any update."""
 DESCENT = 0.8
-"""The share of bf16's descent that FP8's noise must leave: the task is to memorise random targets,
+"""The fraction of bf16's descent that FP8 must reach: the task is to memorise random targets,
 on which Adam's first steps follow the sign of every gradient."""
 
 RECIPES = {
@@ -88,7 +88,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.attention_norm(x)
         q = self.q(h)
-        B, T, D = q.shape  # ranks that share the layer have a part of x, or of D
+        B, T, D = q.shape  # tensor parallel ranks have a shard of x, or of D
         q = _rotate(q.view(B, T, self.heads, self.head_dim)).transpose(1, 2)
         k = _rotate(self.k(h).view(B, T, self.groups, self.head_dim)).transpose(1, 2)
         v = self.v(h).view(B, T, self.groups, self.head_dim).transpose(1, 2)
@@ -100,7 +100,7 @@ class Layer(nn.Module):
 
 
 def _rotate(x: Tensor) -> Tensor:
-    """Rotary position embedding of [B, T, heads, head dim]."""
+    """Apply rotary position embedding to [B, T, heads, head dim]."""
     T, d = x.shape[1], x.shape[3]
     frequency = 500000.0 ** (-torch.arange(0, d, 2, device=x.device, dtype=torch.float32) / d)
     angle = torch.outer(torch.arange(T, device=x.device, dtype=torch.float32), frequency)
@@ -110,7 +110,7 @@ def _rotate(x: Tensor) -> Tensor:
 
 
 class _Bytes(TorchDispatchMode):
-    """Bytes that this rank gives all-gathers, and reductions of gradients."""
+    """Count the bytes that this rank gives to all-gathers and to reductions of gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class _Bytes(TorchDispatchMode):
 
 @dataclass
 class Result:
-    """What one variant did."""
+    """The measurements of one variant."""
 
     milliseconds: float
     gigabytes: float
@@ -141,7 +141,7 @@ class Result:
 def make(
     variant: str, gradients: str, mode: str, options: argparse.Namespace, device: torch.device
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A sharded model, the same for every variant but for rounding, and its optimizer."""
+    """Make a sharded model, equal for every variant except for rounding, and its optimizer."""
     recipe = RECIPES[options.recipe]
     torch.manual_seed(0)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -173,7 +173,7 @@ def make(
 def run(
     variant: str, gradients: str, mode: str, options: argparse.Namespace, device: torch.device
 ) -> Result:
-    """Train a fresh model for some steps."""
+    """Train a new model for some steps and measure it."""
     model, optimizer = make(variant, gradients, mode, options, device)
     torch.manual_seed(1 + dist.get_rank())
     x = torch.randn(1, options.sequence, options.dim, device=device)
@@ -233,7 +233,7 @@ def _plain_linear(*args: Any, **kwargs: Any) -> nn.Linear:
 def make_row(
     case: str, variant: str, gradients: str, result: Result, base: Result, tokens: int
 ) -> Row:
-    """A row with no numbers if the loss is wrong."""
+    """Format the row of a variant, which has no numbers if the loss is wrong."""
     name = VARIANTS[variant] + GRADIENTS[gradients]
     loss = f"loss {result.first_loss:.4f} > {result.loss:.4f}"
     same = abs(result.first_loss - base.first_loss) <= SAME * base.first_loss
@@ -271,7 +271,7 @@ SUBJECT = Subject(
         Column("first loss", 4),
         Column("last loss", 4),
     ),
-    lambda setting, options: (),  # by torchrun only: see main
+    lambda setting, options: (),  # it runs by torchrun only: see main
 )
 
 

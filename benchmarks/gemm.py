@@ -1,13 +1,13 @@
-"""The three GEMMs of a linear layer's training step, alone: bfloat16 and FP8 by granularity.
+"""Time the three GEMMs of a linear layer's training step in bfloat16 and FP8, by granularity.
 
     python -m benchmarks.gemm [--model llama-8b] [--layer up]
 
-Needs a CUDA GPU. ``torch.mm`` is the baseline; FP8 operands are multiplied by the op that the
-layers call. ``precise`` and ``fast`` are cuBLASLt's two ways to accumulate; block scaling has one.
-Blocks of e5m2 by e4m3, as of gradients under ``Format.HYBRID``, are a kernel of our own.
-Each GEMM is compared with that of the dequantized operands in float64. ``% of ceiling`` is
-against the fastest FP8 (bfloat16) GEMM of the header. These times are the larger part of every
-other subject's floor.
+This needs a CUDA GPU. ``torch.mm`` is the baseline; FP8 GEMMs use the op that the layers call.
+``precise`` and ``fast`` are cuBLASLt's two ways to accumulate; block scaling has only one way.
+Blocks of e5m2 by e4m3, as for gradients under ``Format.HYBRID``, use our own kernel.
+Each GEMM is compared with the GEMM of the dequantized operands in float64. ``% of ceiling`` is
+relative to the fastest FP8 (or bfloat16) GEMM of the header. These times are the larger part of the
+floor of every other subject.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from float8lab.formats import E4M3, E5M2, Float8Spec
 __all__ = ["SUBJECT", "gemms", "main", "rows"]
 
 PRECISE_DB = 45.0
-"""Rounding the GEMM to bfloat16 leaves 55 dB."""
+"""The least SQNR of a precise GEMM; rounding the result to bfloat16 leaves 55 dB."""
 FAST_DB = 25.0
-"""Fast accumulation keeps 14 bits of every sum and cuts off the rest, K / 32 times in a row."""
+"""The least SQNR of fast accumulation, which truncates sums to 14 bits K / 32 times in a row."""
 
 
 def gemms(name: str) -> dict[str, Gemm]:
-    """The candidates for one of fprop, dgrad and wgrad."""
+    """Return the candidates for one of fprop, dgrad and wgrad."""
     tensor, row = Float8Spec(E4M3, (-1, -1)), Float8Spec(E4M3, (1, -1))
     across, tile = Float8Spec(E4M3, (1, 128)), Float8Spec(E4M3, (128, 128))
     blocks = ("1x128 by 1x128", across) if name == "wgrad" else ("1x128 by 128x128", tile)
-    found = {
+    by_name = {
         "bfloat16": BF16,
         "tensor, precise": Gemm(tensor, tensor, False),
         "tensor, fast": Gemm(tensor, tensor, True),
@@ -43,14 +43,14 @@ def gemms(name: str) -> dict[str, Gemm]:
         "row, fast": Gemm(row, row, True),
         blocks[0]: Gemm(across, blocks[1], False),
     }
-    if name != "fprop":  # of gradients
-        of_e5m2 = Float8Spec(E5M2, (1, 128))
-        found[f"{blocks[0]}, e5m2 by e4m3"] = Gemm(of_e5m2, blocks[1], False)
-    return found
+    if name != "fprop":  # the other GEMMs read gradients
+        gradient_spec = Float8Spec(E5M2, (1, 128))
+        by_name[f"{blocks[0]}, e5m2 by e4m3"] = Gemm(gradient_spec, blocks[1], False)
+    return by_name
 
 
 def check(operands: GemmOperands) -> tuple[dict[str, float], str | None]:
-    """SQNR of a GEMM, and why it may not be timed."""
+    """Return the SQNR of a GEMM, and why it may not be timed; None if it may be."""
     floor_db = FAST_DB if operands.gemm.fast_accum else PRECISE_DB
     gate = common.Gate({"y": operands.exact()}, floor_db)
     db = gate.measure({"y": operands.multiply()})
@@ -76,7 +76,7 @@ def measure(setting: Setting, case: str, name: str, gemm: Gemm, sizes: tuple[int
 
 
 def rows(setting: Setting, shapes: Sequence[LinearShape]) -> Iterator[Row]:
-    """Every GEMM of the shapes by every candidate."""
+    """Measure every GEMM of the shapes with every candidate."""
     for shape in shapes:
         for name, (M, N, K) in shape.gemms().items():
             case = f"{shape.name}, {name}: {M} x {N}, contraction {K}"

@@ -1,11 +1,11 @@
-"""The linear layers of a mixture of experts: bfloat16 by torch's grouped GEMM and each recipe.
+"""Time the linear layers of MoE experts: torch's bfloat16 grouped GEMM and each recipe.
 
     python -m benchmarks.grouped [--sustained] [--shape 7168x2048] [--jagged] [--gemms]
 
-Needs a CUDA GPU. Each case is forward and backward of ``GroupedLinear`` with one parameter for all
-experts, casts included; the baseline is ``torch._grouped_mm`` with autograd. ``--jagged`` has
-groups whose sizes are random squares; ``--gemms`` times each of the three GEMMs alone, by mode
-of the kernel and by each of its configurations, for the table in ``hopper_gemm.py``.
+This needs a CUDA GPU. Each case is forward and backward of ``GroupedLinear`` with one parameter for
+all experts, casts included; the baseline is ``torch._grouped_mm`` with autograd. ``--jagged`` makes
+group sizes proportional to random squares; ``--gemms`` times each of the three GEMMs alone, in each
+mode and configuration of the kernel, for the table in ``hopper_gemm.py``.
 
 M tokens, E experts, K input features, N output features.
 """
@@ -34,12 +34,12 @@ from float8lab.recipes import Recipe
 __all__ = ["SHAPES", "SUBJECT", "Experts", "gemms", "main", "rows"]
 
 FLOOR_DB = 20.0
-"""As of one linear layer, see ``benchmarks/linear.py``."""
+"""The least SQNR in dB, as for one linear layer: see ``benchmarks/linear.py``."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A grouped linear layer: tokens of all experts, experts, features in and out."""
+    """A grouped linear layer: tokens of all experts, experts, input and output features."""
 
     M: int
     E: int
@@ -52,7 +52,7 @@ class Experts:
         return f"{self.M} tokens, {self.E} experts, {self.K} -> {self.N}, {kind}"
 
     def sizes(self, seed: int = 0) -> list[int]:
-        """Tokens of each expert; where jagged, in the ratios of random squares."""
+        """Return the number of tokens of each expert; if jagged, proportional to random squares."""
         if not self.jagged:
             return [self.M // self.E] * self.E
         generator = torch.Generator().manual_seed(seed)
@@ -73,11 +73,11 @@ _TARGETS: dict[Experts, tuple[float, float, float]] = {
     SHAPES[1]: (1.75, 1.65, 1.55),
     SHAPES[2]: (1.25, 1.20, 1.15),
 }
-"""Of one scale per tensor, a row and a block."""
+"""Targets by shape, for one scale per tensor, per row and per block."""
 
 
 class _Torch(nn.Module):
-    """The baseline."""
+    """The baseline: torch's grouped GEMM."""
 
     def __init__(self, weight: Tensor, offs: Tensor) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class _Ours(nn.Module):
 
 
 def _reference(x: Tensor, w: Tensor, dy: Tensor, sizes: Sequence[int]) -> dict[str, Tensor]:
-    """Output and gradients in float32, expert by expert."""
+    """Compute the output and the gradients in float32, expert by expert."""
     results: dict[str, list[Tensor]] = {"y": [], "dX": [], "dW": []}
     for part, one, grad in zip(x.split(sizes), w, dy.split(sizes), strict=True):
         wide = part.float(), one.float(), grad.float()
@@ -121,7 +121,7 @@ def _reference(x: Tensor, w: Tensor, dy: Tensor, sizes: Sequence[int]) -> dict[s
 
 
 def rows(setting: Setting, shapes: Sequence[Experts]) -> Iterator[Row]:
-    """All candidates on every shape."""
+    """Measure all candidates on every shape."""
     for shape in shapes:
         M, E, K, N = shape.M, shape.E, shape.K, shape.N
         torch.manual_seed(setting.seed)
@@ -173,11 +173,11 @@ _CONFIGS = {
     "band 32": {"band": 32},
     "fewer stages": {"stages": -1},
 }
-"""Changes of a mode's configuration."""
+"""The changes that each variant makes to the configuration of a mode."""
 
 
 def gemms(setting: Setting, shapes: Sequence[Experts], *, tune: bool = False) -> Iterator[Row]:
-    """Each GEMM by each mode; with ``tune``, by each configuration of the kernel."""
+    """Time each GEMM in each mode; with ``tune``, with each configuration of the kernel."""
     for shape in shapes:
         M, E, K, N = shape.M, shape.E, shape.K, shape.N
         torch.manual_seed(setting.seed)
@@ -221,9 +221,9 @@ def _ways(operands: tuple[Any, ...], *, tune: bool) -> Iterator[tuple[str, Calla
     if not tune:
         yield "", partial(ops.scaled_mm_op, *operands)
         return
-    rooms = "float8lab.ops.kernels."  # which only GPUs have
-    kernels = importlib.import_module(f"{rooms}grouped_gemm")
-    hopper = importlib.import_module(f"{rooms}hopper_gemm")
+    package = "float8lab.ops.kernels."  # its modules need a GPU
+    kernels = importlib.import_module(f"{package}grouped_gemm")
+    hopper = importlib.import_module(f"{package}hopper_gemm")
     a, a_scale, a_block, b, b_scale, b_block, bias, dtype, fast, offs = operands
     mode = kernels.mode_of(a, tuple(a_block), b, tuple(b_block), dtype, fast)
     base = hopper.CONFIGS[mode, dtype.itemsize]

@@ -1,15 +1,15 @@
-"""Forward and backward of one Llama-3-8B decoder layer: plain ``torch.nn`` and ours by recipe.
+"""Time forward and backward of a Llama-3-8B decoder layer: ``torch.nn``, and ours by recipe.
 
     python -m benchmarks.layer [--compile] [--batch 4] [--sequence 4096]
 
-Needs a CUDA GPU. The baseline is plain bfloat16 under ``torch.compile``. ``TransformerLayer`` is
-ours; ``converted`` is the plain layer after ``convert_to_float8``, also with ``"auto"``. All have
-the same weights, and output and input gradient, without the residual stream, must be the plain
-layer's.
+This needs a CUDA GPU. The baseline is plain bfloat16 under ``torch.compile``. ``TransformerLayer``
+is ours; ``converted`` is the plain layer after ``convert_to_float8``, also with ``"auto"``. All
+have the same weights. Their output and input gradient, without the residual stream, must match the
+plain layer's.
 
-The floor: the layer's GEMMs, the fastest bfloat16 attention of torch, and the bytes of casts,
+The floor contains the layer's GEMMs, torch's fastest bfloat16 attention, and the bytes of casts,
 norms, rotary embedding, activation and residual sums, each as one pass fused with the cast that
-reads it; gradients of the weights are written by the GEMMs.
+reads it. The GEMMs write the gradients of the weights.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from float8lab.recipes import Auto, Recipe
 __all__ = ["SUBJECT", "attention_ms", "candidates", "compare_auto", "floor_ms", "main", "rows"]
 
 FLOOR_DB = 15.0
-"""Four GEMMs in a row of 25 to 28 dB each, added up, and room for the gradient's e5m2."""
+"""The least SQNR: four GEMMs in a row of 25 to 28 dB each, and a margin for e5m2 gradients."""
 OF_BEST = "x best recipe"
 TARGETS = {
     "converted, auto, eager": (Target(OF_BEST, ">=", 0.98),),
@@ -59,13 +59,13 @@ TARGETS = {
     "converted, current, eager": (Target("x bf16", ">=", 1.42),),
     "converted, current, compile": (Target("x bf16", ">=", 1.54),),
 }
-"""Against compiled bfloat16; of ``auto``, against the fastest recipe in the same mode."""
+"""Targets against compiled bfloat16 or, for ``auto``, the fastest recipe in the same mode."""
 CUDA_ATTENTION = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
-"""Torch's fused kernels with a backward that is not slow."""
+"""Torch's fused attention kernels whose backward is not slow."""
 
 
 def attention_ms(setting: Setting, size: LayerSize) -> float:
-    """Forward and backward of causal attention, by the fastest of torch's bfloat16 backends."""
+    """Time forward and backward of causal attention on the fastest bfloat16 backend of torch."""
     head = size.D // size.H
     shape = (size.batch, size.sequence, size.H, head)
     generator = setting.generator()
@@ -92,21 +92,21 @@ def attention_ms(setting: Setting, size: LayerSize) -> float:
 
 
 def moved_bytes(size: LayerSize, recipe: Recipe | None) -> float:
-    """Bytes that everything but GEMMs and attention moves, forward and backward."""
+    """Count the bytes that all but GEMMs and attention moves, in forward and backward."""
     M, D, MLP, KV = size.tokens, size.D, size.F, size.D // size.H * size.G
     width = {"hidden": M * D, "kv": M * KV, "mlp": M * MLP}
-    residual = 4 * 6.0 * width["hidden"]  # two sums each way: read two, write one
-    rotary = 2 * 4.0 * (width["hidden"] + width["kv"])  # q and k, each way
+    residual = 4 * 6.0 * width["hidden"]  # two sums in each pass: read two, write one
+    rotary = 2 * 4.0 * (width["hidden"] + width["kv"])  # q and k, in each pass
     norm_backward = 2 * 6.0 * width["hidden"]  # read the gradient and the input, write one
     if recipe is None:
         norms = 2 * 4.0 * width["hidden"]
         activation = (6.0 + 10.0) * width["mlp"]  # read 2, write 1; read 3, write 2
         return residual + rotary + norm_backward + norms + activation
     weights = sum(shape.N * shape.K for shape in size.linears())
-    # Inputs of the linear layers: two norms', attention's output; activation apart.
+    # The inputs of the linear layers are the outputs of two norms, attention and the activation.
     inputs = cast_bytes(recipe, 3 * width["hidden"])
     activation = cast_bytes(recipe, width["mlp"], read=4.0)
-    # Gradients of the outputs of qkv, attention out and down; of gate and up, from three tensors.
+    # The gradients of the outputs of qkv, attention out and down; gate and up read three tensors.
     grads = cast_bytes(recipe, width["hidden"] + 2 * width["kv"] + 2 * width["hidden"])
     activation += cast_bytes(recipe, 2 * width["mlp"], read=3.0)
     return (
@@ -123,7 +123,7 @@ def moved_bytes(size: LayerSize, recipe: Recipe | None) -> float:
 def floor_ms(
     floor: Floor, size: LayerSize, attention: float, recipe: Recipe | None
 ) -> float | None:
-    """GEMMs, attention and bytes."""
+    """Return the floor in ms, from GEMMs, attention and bytes."""
     gemms = floor.gemms_ms(size.linears(), recipe)
     if gemms is None:
         return None
@@ -135,11 +135,11 @@ OURS = {
     "dWo": "module.self_attention.proj.weight",
     "dWdown": "module.layernorm_mlp.fc2_weight",
 }
-"""Names of weights whose gradients are compared."""
+"""The names of the weights whose gradients are compared."""
 
 
 def candidates(setting: Setting, plain: Any, size: LayerSize) -> Iterator[Candidate]:
-    """The baselines, ours by recipe, and other libraries."""
+    """Iterate over the baselines, ours by recipe, and other libraries."""
     same = partial(copy.deepcopy, plain)
     yield Candidate("plain bfloat16, eager", same, PLAIN)
     yield Candidate("plain bfloat16, compile", same, PLAIN, baseline=True, compiled=True)
@@ -163,7 +163,7 @@ def candidates(setting: Setting, plain: Any, size: LayerSize) -> Iterator[Candid
                 **shared,
             )
         auto = Auto(tokens=size.tokens, mode=mode)
-        # Its layers may differ in recipe, and so it has no floor.
+        # Layers of ``auto`` may have different recipes, so it has no floor.
         yield Candidate(
             f"converted, auto, {mode}", partial(converted, plain, auto, strict=True), PLAIN,
             compiled=compiled, fp8=True, has_floor=False,
@@ -172,8 +172,8 @@ def candidates(setting: Setting, plain: Any, size: LayerSize) -> Iterator[Candid
 
 
 def compare_auto(rows: Iterable[Row]) -> Iterator[Row]:
-    """Add to the rows of ``auto`` how fast they are beside the fastest recipe."""
-    best: dict[str, float] = {}  # ms by mode
+    """Add to the rows of ``auto`` how fast they are relative to the fastest recipe."""
+    best: dict[str, float] = {}  # the least ms by mode
     for row in rows:
         *kind, mode = row.name.split(", ")
         if kind[:1] == ["converted"] and row.median is not None:
@@ -187,7 +187,7 @@ def compare_auto(rows: Iterable[Row]) -> Iterator[Row]:
 def make_trial(
     setting: Setting, size: LayerSize, plain: Any, floor: Callable[[Recipe | None], float | None]
 ) -> Trial:
-    """The plain layer's step; results are compared without the residual stream."""
+    """Make the trial of a plain layer's step, compared without the residual stream."""
     data = x, dy = size.input(setting.device, setting.generator())
     right = training_results(plain, x, dy, PLAIN, steps=1)
     less = (x.detach(), dy)
@@ -196,16 +196,16 @@ def make_trial(
 
 
 def rows(setting: Setting, size: LayerSize = LLAMA) -> Iterator[Row]:
-    """All candidates on one size."""
+    """Measure all candidates on one size."""
     plain = plain_layer(size, setting.device, setting.seed)
     floor = partial(floor_ms, setting.floor, size, attention_ms(setting, size))
     trial = make_trial(setting, size, plain, floor)
-    made = candidates(setting, plain, size)
-    yield from compare_auto(trial.rows(setting, made, TARGETS if size == LLAMA else {}))
+    all_candidates = candidates(setting, plain, size)
+    yield from compare_auto(trial.rows(setting, all_candidates, TARGETS if size == LLAMA else {}))
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Options for the tokens of a layer."""
+    """Add options for the number of tokens of a layer."""
     parser.add_argument("--batch", type=int, default=LLAMA.batch)
     parser.add_argument("--sequence", type=int, default=LLAMA.sequence)
 

@@ -1,14 +1,13 @@
-"""Forward and backward of one linear layer: bfloat16 against each recipe and other libraries.
+"""Time forward and backward of a linear layer: bfloat16, each recipe and other libraries.
 
     python -m benchmarks.linear [--compile] [--model llama-8b] [--recipe current ...]
 
-Needs a CUDA GPU. For each layer shape and candidate: SQNR of output and gradients against float64
-(a wrong answer gets no time), GPU time, wall time, and the bytes kept for backward. Those are
-counted twice: the tensors that autograd saves, and what the CUDA allocator holds between forward
-and backward. Both are measured on M and on M / 2 tokens, and "saved" is twice the difference,
-which is the activations' part; what does not grow with M (casts of the weight) is ``constant``.
-
-The floor: the three GEMMs, and x, w and dy each cast in both orientations.
+This needs a CUDA GPU. For each layer shape and candidate it measures the SQNR of output and
+gradients against float64 (a wrong answer gets no time), GPU time, wall time, and the bytes kept for
+backward, in two ways: the tensors that autograd saves, and what the CUDA allocator holds between
+forward and backward. Both are measured on M and on M / 2 tokens. "saved" is twice the difference,
+the activations' bytes; bytes that do not grow with M (casts of the weight) are ``constant``.
+The floor contains the three GEMMs, and the casts of x, w and dy in both orientations.
 
 M tokens, K input features, N output features.
 """
@@ -45,15 +44,15 @@ _PEERS = {
     "up": (1.81, 1.56, 1.47, 1.70, 1.43),
     "down": (1.64, 1.48, 1.34, 1.55, 1.17),
 }
-"""What other libraries reached on an H200 against bfloat16 in the same run, on 16384 tokens of
+"""Speed-ups of other libraries on an H200 over bfloat16 in the same run, on 16384 tokens of
 ``llama-8b``: TransformerEngine 2.20.2 delayed, current and block; torchao 0.18.0 compiled,
 tensorwise and rowwise."""
 
 
 def targets(shape: LinearShape) -> dict[str, tuple[Target, ...]]:
-    """By name of the candidate: at most so many times the floor, and faster than other libraries.
+    """Return targets by candidate: a most multiple of the floor, and faster than other libraries.
 
-    None on other shapes than those of ``llama-8b``.
+    Shapes other than those of ``llama-8b`` have no targets.
     """
     if shape not in MODELS["llama-8b"]:
         return {}
@@ -77,7 +76,7 @@ def targets(shape: LinearShape) -> dict[str, tuple[Target, ...]]:
 
 
 def storages(x: Tensor) -> dict[int, int]:
-    """Bytes by a tensor's storage, on the meta device too, or by those of a subclass's tensors."""
+    """Map each storage of a tensor, or of a subclass's inner tensors, to its number of bytes."""
     if not hasattr(x, "__tensor_flatten__"):
         storage = x.untyped_storage()
         return {storage._cdata: storage.nbytes()}
@@ -86,7 +85,7 @@ def storages(x: Tensor) -> dict[int, int]:
 
 
 def saved_bytes(module: nn.Module, x: Tensor) -> int:
-    """Bytes of the distinct storages that autograd saves in one forward, parameters apart."""
+    """Count bytes of the distinct storages, except parameters, that autograd saves in a forward."""
     parameters = {storage for p in module.parameters() for storage in storages(p)}
     found: dict[int, int] = {}
 
@@ -101,14 +100,14 @@ def saved_bytes(module: nn.Module, x: Tensor) -> int:
 
 
 def held_bytes(module: nn.Module, x: Tensor) -> int:
-    """Bytes that the CUDA allocator holds after forward for backward, the output apart.
+    """Count the bytes that the CUDA allocator holds for backward, without the output.
 
-    The layer's input is made here and dropped after the call, as in a model: it counts if, and only
-    if, the layer keeps it.
+    This function makes the layer's input and drops it after the call, as a model does: the input
+    counts if, and only if, the layer keeps it.
     """
     leaf = x.detach().requires_grad_()
     y = module(leaf)
-    y.backward(torch.ones_like(y))  # whatever is made once is there now
+    y.backward(torch.ones_like(y))  # allocates everything that is allocated only once
     del y
     leaf.grad = None
     torch.cuda.synchronize()
@@ -138,7 +137,7 @@ class Memory:
 
 
 def kept_for_backward(module: nn.Module, x: Tensor) -> dict[str, float]:
-    """The columns about memory."""
+    """Measure the values of the columns about memory."""
     saved = Memory.measure(saved_bytes, module, x)
     values = {"saved MB": saved.activations / 1e6, "constant MB": saved.constant / 1e6}
     if x.is_cuda:
@@ -147,7 +146,7 @@ def kept_for_backward(module: nn.Module, x: Tensor) -> dict[str, float]:
 
 
 def floor_ms(floor: Floor, shape: LinearShape, recipe: Recipe | None) -> float | None:
-    """The GEMMs, and three tensors cast."""
+    """Return the floor in ms, from the GEMMs and the casts of three tensors."""
     gemms = floor.gemms_ms([shape], recipe)
     if gemms is None:
         return None
@@ -156,7 +155,7 @@ def floor_ms(floor: Floor, shape: LinearShape, recipe: Recipe | None) -> float |
 
 
 def candidates(setting: Setting, plain: nn.Linear) -> Iterator[Candidate]:
-    """The baseline, ours by recipe, and what other libraries are there."""
+    """Iterate over the baseline, ours by recipe, and the other libraries that are installed."""
     names = {"dW": "weight"}
     yield Candidate("bfloat16, eager", lambda: plain, names, baseline=True)
     for mode in setting.modes:
@@ -174,7 +173,7 @@ def candidates(setting: Setting, plain: nn.Linear) -> Iterator[Candidate]:
 
 
 def rows(setting: Setting, shapes: Sequence[LinearShape]) -> Iterator[Row]:
-    """All candidates on every shape."""
+    """Measure all candidates on every shape."""
     for shape in shapes:
         problem = make_problem(
             "gaussian", shape.M, shape.K, shape.N, seed=setting.seed, dtype=torch.bfloat16,
@@ -204,7 +203,7 @@ def _rows(setting: Setting, options: argparse.Namespace) -> Iterator[Row]:
     return rows(setting, [s for s in shapes if options.layer in (None, s.name)])
 
 
-def _of_bf16(title: str) -> Column:
+def _relative_to_bf16(title: str) -> Column:
     def cell(row: Row, base: Row | None) -> str | None:
         own, whole = row.values.get(title), base.values.get(title) if base else None
         return f"{own / whole:.2f}" if own is not None and whole else None
@@ -223,8 +222,8 @@ SUBJECT = Subject(
         report.FLOPS,
         report.CEILING,
         Column("saved MB", 1),
-        _of_bf16("saved MB"),
-        _of_bf16("held MB"),
+        _relative_to_bf16("saved MB"),
+        _relative_to_bf16("held MB"),
         Column("constant MB", 1),
         report.TARGET,
     ),

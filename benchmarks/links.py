@@ -1,11 +1,11 @@
-"""What a GPU sends to others: all-gather and reduce-scatter, by size.
+"""Measure the rate at which a GPU sends to others in all-gather and reduce-scatter, by size.
 
     torchrun --nproc-per-node 2 -m benchmarks.links [--device cpu] [--megabytes 1,16,64,256,1024]
 
-On more machines, torchrun's own options. GB/s are the bytes that each rank sends, ``(n - 1) / n``
-of the whole tensor, a second; the time is the slowest rank's. ``python -m float8lab scale`` takes
-the rate of the largest tensors as ``--nvlink`` where all ranks are on one machine, and as
-``--network``, divided by the ranks of a machine, where they are on several.
+Use torchrun's options for several machines. GB/s are the bytes that each rank sends in a second,
+``(n - 1) / n`` of the unsharded tensor; the time is the slowest rank's. Pass the rate of the
+largest tensors to ``python -m float8lab scale``: as ``--nvlink`` if all ranks are on one machine,
+and as ``--network``, divided by the ranks of a machine, if they are on several.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ functional = torch.ops._c10d_functional
 
 
 def _time(step: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds a call, calls one after another."""
+    """Measure the milliseconds of a call among consecutive calls."""
     if device.type == "cuda":
         return common.time_wall(step, warm_up=3, samples=5, calls=10).median
     return common.time_wall(step, warm_up=1, samples=1, calls=1).median
 
 
 def measure(size: int, device: torch.device) -> dict[str, float]:
-    """Milliseconds by collective, of a tensor of so many bytes, in bfloat16."""
+    """Measure ms of each collective on a bfloat16 tensor of ``size`` bytes."""
     ranks, group = dist.get_world_size(), dist.distributed_c10d._get_default_group().group_name
-    part = torch.zeros(-(-size // 2 // ranks), dtype=torch.bfloat16, device=device)
-    whole = torch.zeros(ranks * part.numel(), dtype=torch.bfloat16, device=device)
+    shard = torch.zeros(-(-size // 2 // ranks), dtype=torch.bfloat16, device=device)
+    full_tensor = torch.zeros(ranks * shard.numel(), dtype=torch.bfloat16, device=device)
     found = {}
     steps: dict[str, Callable[[], object]] = {
         "all-gather": lambda: functional.wait_tensor(
-            functional.all_gather_into_tensor(part, ranks, group)
+            functional.all_gather_into_tensor(shard, ranks, group)
         ),
         "reduce-scatter": lambda: functional.wait_tensor(
-            functional.reduce_scatter_tensor(whole, "sum", ranks, group)
+            functional.reduce_scatter_tensor(full_tensor, "sum", ranks, group)
         ),
     }
     for name, step in steps.items():
@@ -55,7 +55,7 @@ def measure(size: int, device: torch.device) -> dict[str, float]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, and print a markdown table on rank 0."""
+    """Measure all sizes and print a markdown table on rank 0."""
     parser = common.new_parser(__doc__.splitlines()[0])
     parser.add_argument("--megabytes", default="1,16,64,256,1024", help="comma-separated")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])

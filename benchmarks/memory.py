@@ -1,19 +1,19 @@
-"""Memory of Llama-3-8B layers: one, a stack of 8, and whether 200 steps need more than 20.
+"""Measure memory of a Llama-3-8B layer and a stack of 8, and if 200 steps need more than 20.
 
     python -m benchmarks.memory [--compile] [--batch 4] [--sequence 4096]
 
-Needs a CUDA GPU. ``held`` is what the CUDA allocator has more between forward and backward than
-before the forward, the output included; ``peak`` is the most it has more until the end of backward,
-gradients of the parameters, which exist before, not included; ``saved`` are the distinct storages
-that autograd saves, parameters not included; ``weights`` the parameters.
+This needs a CUDA GPU. ``held`` is how many more bytes the CUDA allocator has between forward and
+backward than before the forward, output included. ``peak`` is the maximum of this until the end of
+backward; gradients of parameters exist before and do not count. ``saved`` counts the distinct
+storages that autograd saves, without parameters; ``weights`` counts the parameters.
 
-Candidates are plain ``torch.nn`` in bfloat16, eager and compiled, the same converted, and
-``TransformerLayer`` in bfloat16, with FP8 compute and with the weights stored in FP8, with
-``--compile`` also compiled; each starts from the same weights and must give the plain layer's
-output and input gradient, compared without the residual stream.
+Candidates are plain ``torch.nn`` in bfloat16, eager and compiled, the same model converted, and
+``TransformerLayer`` in bfloat16, with FP8 compute and with weights stored in FP8; ``--compile``
+adds compiled ones. Each starts from the same weights, and its output and input gradient, without
+the residual stream, must match the plain layer's.
 
-``growth`` is what the allocator has more after 200 steps of a small layer than after 20, and how
-much higher its peak was in between.
+``growth`` is how many more bytes the allocator has after 200 steps of a small layer than after 20,
+and how much higher its peak was in between.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from float8lab.recipes import Recipe
 __all__ = ["SUBJECT", "Variant", "growth_rows", "main", "measure", "rows", "stack_rows"]
 
 FLOOR_DB = 15.0
-"""Of the difference to the residual stream's plain bfloat16: four GEMMs in a row of 25 to 28 dB
-each, added up, and room for the gradient's e5m2."""
+"""The least SQNR of output and input gradient without the residual stream: four GEMMs in a row of
+25 to 28 dB each, and a margin for e5m2 gradients."""
 STACK_FLOOR_DB = 10.0
-"""The same through eight layers. A wrong layer leaves less than 6 dB."""
+"""The least SQNR through eight layers; a wrong layer leaves less than 6 dB."""
 GB = 1e9
 HELD, PEAK, SAVED, WEIGHTS = "held GB", "peak GB", "saved GB", "weights GB"
 GROWTH, PEAK_GROWTH = "growth MB", "growth of peak MB"
@@ -68,12 +68,12 @@ class Variant(NamedTuple):
 
 
 def plain(layer: nn.Module) -> nn.Module:
-    """The plain layer's copy."""
+    """Return a copy of the plain layer."""
     return copy.deepcopy(layer)
 
 
 def variants(setting: Setting, size: LayerSize) -> Iterator[Variant]:
-    """The baselines, and ours by recipe."""
+    """Iterate over the baselines, and ours by recipe."""
     yield Variant("plain bfloat16, eager", plain, baseline=True)
     yield Variant("plain bfloat16, compile", plain, compiled=True)
     yield Variant("TransformerLayer, bfloat16", partial(our_layer, size=size))
@@ -81,46 +81,46 @@ def variants(setting: Setting, size: LayerSize) -> Iterator[Variant]:
         ours: Any = partial(our_layer, size=size, recipe=RECIPES[name]())
         half = partial(ours, fp8_activation_input=True)
         stored = partial(ours, stored=True)
-        of_plain = partial(Target, f"{HELD}, of plain", "<=")
-        yield Variant(f"TransformerLayer, {name}", ours, targets=(of_plain(0.70),))
-        yield Variant(f"{name}, fp8_activation_input", half, targets=(of_plain(0.53),))
+        held_target = partial(Target, f"{HELD}, of plain", "<=")
+        yield Variant(f"TransformerLayer, {name}", ours, targets=(held_target(0.70),))
+        yield Variant(f"{name}, fp8_activation_input", half, targets=(held_target(0.53),))
         yield Variant(f"{name}, FP8 weights", stored)
         yield from compiled_variants(setting, name, ours, stored)
-        of_plain_layer: Any = partial(converted, recipe=RECIPES[name]())
-        yield Variant(f"plain, converted, {name}", of_plain_layer)
+        convert_plain: Any = partial(converted, recipe=RECIPES[name]())
+        yield Variant(f"plain, converted, {name}", convert_plain)
         if "compile" in setting.modes:
-            yield Variant(f"plain, converted, {name}, compile", of_plain_layer, compiled=True)
+            yield Variant(f"plain, converted, {name}, compile", convert_plain, compiled=True)
 
 
 def compiled_variants(
     setting: Setting, name: str, ours: Callable[..., nn.Module], stored: Callable[..., nn.Module]
 ) -> Iterator[Variant]:
-    """What a recipe's layers are under ``torch.compile``, if that was asked for."""
+    """Iterate over a recipe's variants under ``torch.compile``, if that was asked for."""
     if "compile" in setting.modes:
         yield Variant(f"TransformerLayer, {name}, compile", ours, compiled=True)
         yield Variant(f"{name}, FP8 weights, compile", stored, compiled=True)
 
 
 class _Allocator:
-    """What the CUDA allocator says; nothing on a CPU."""
+    """Read the statistics of the CUDA allocator; all are 0 on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
 
     def now(self) -> int:
-        """Bytes that are allocated, once the GPU is done."""
+        """Return the bytes that are allocated when the GPU has finished."""
         if not self.cuda:
             return 0
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 
     def start_peak(self) -> None:
-        """Forget earlier peaks."""
+        """Reset the peak."""
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> int:
-        """The most since ``start_peak``."""
+        """Return the most bytes allocated since ``start_peak``."""
         if not self.cuda:
             return 0
         torch.cuda.synchronize()
@@ -130,10 +130,10 @@ class _Allocator:
 def measure(
     module: nn.Module, data: tuple[Tensor, Tensor]
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Bytes of the third step; its output and input gradient, without the residual stream."""
+    """Return the third step's bytes, output and input gradient, without the residual stream."""
     x, dy = data[0].detach().requires_grad_(), data[1]
     allocator = _Allocator(x.device)
-    for _ in range(2):  # gradients exist, kernels are compiled, delayed scales have a history
+    for _ in range(2):  # creates gradients, compiles kernels, gives delayed scales a history
         module(x).backward(dy)
         x.grad = None
     before = allocator.now()
@@ -160,7 +160,7 @@ def compared(
     data: tuple[Tensor, Tensor],
     floor_db: float,
 ) -> Iterator[Row]:
-    """Rows of variants whose results must be those of ``origin``."""
+    """Measure variants whose results must match those of ``origin``."""
     _, right = measure(copy.deepcopy(origin), data)
     gate = common.Gate(right, floor_db)
     base: dict[str, float] = {}
@@ -192,14 +192,14 @@ def compared(
 
 
 def compile_layers(module: nn.Module) -> None:
-    """Compile a layer, or each of a stack."""
+    """Compile a layer, or each layer of a stack."""
     inner = module.module if isinstance(module, InContext) else module
     for layer in inner if isinstance(inner, nn.Sequential) else (module,):
         layer.compile()
 
 
 def rows(setting: Setting, size: LayerSize = LLAMA) -> Iterator[Row]:
-    """One layer."""
+    """Measure all variants of one layer."""
     layer = plain_layer(size, setting.device, setting.seed)
     data = size.input(setting.device, setting.generator())
     case = f"1 layer, {size.describe()}"
@@ -207,7 +207,7 @@ def rows(setting: Setting, size: LayerSize = LLAMA) -> Iterator[Row]:
 
 
 def stack_rows(setting: Setting, size: LayerSize = LLAMA, layers: int = 8) -> Iterator[Row]:
-    """A stack, without what is about one layer only."""
+    """Measure a stack, without the variants that are measured on one layer only."""
     stack = nn.Sequential(
         *(plain_layer(size, setting.device, setting.seed + index) for index in range(layers))
     )
@@ -219,7 +219,7 @@ def stack_rows(setting: Setting, size: LayerSize = LLAMA, layers: int = 8) -> It
         Variant("TransformerLayer, bfloat16", partial(our_stack, size=size)),
     ]
     for name in setting.recipes:
-        if name != "mx":  # not in FP8 on this GPU
+        if name != "mx":  # Hopper does not run it in FP8
             ours: Any = partial(our_stack, size=size, recipe=RECIPES[name]())
             stored = partial(ours, stored=True)
             made.append(Variant(f"TransformerLayer, {name}", ours))
@@ -231,7 +231,7 @@ def stack_rows(setting: Setting, size: LayerSize = LLAMA, layers: int = 8) -> It
 def our_stack(
     plain: nn.Module, size: LayerSize, recipe: Recipe | None = None, *, stored: bool = False
 ) -> InContext:
-    """``TransformerLayer`` for each plain layer, one autocast around all."""
+    """Make a ``TransformerLayer`` for each plain layer, with one autocast around all."""
     made = []
     for layer in plain.children():
         ours = our_layer(layer, size, recipe, stored=stored)
@@ -243,7 +243,7 @@ def our_stack(
 def growth_rows(
     setting: Setting, size: LayerSize = SMALL, steps: tuple[int, int] = (20, 200)
 ) -> Iterator[Row]:
-    """What many steps leave behind."""
+    """Measure the memory that many steps leave allocated."""
     layer = plain_layer(size, setting.device, setting.seed)
     case = f"{steps[1]} steps against {steps[0]}, {size.describe()}"
     none = (Target(GROWTH, "<=", 0.0), Target(PEAK_GROWTH, "<=", 0.0))
@@ -266,9 +266,9 @@ def growth_rows(
 def growth(
     module: nn.Module, data: tuple[Tensor, Tensor], steps: tuple[int, int]
 ) -> dict[str, float]:
-    """Bytes after the last step and at the peak, beyond those of the first ``steps[0]``.
+    """Return the MB after the last step, and at the peak, beyond those of ``steps[0]`` steps.
 
-    Nothing on a CPU, whose memory nobody counts.
+    The result is empty on a CPU, whose memory is not counted.
     """
     x, dy = data[0].detach().requires_grad_(), data[1]
     allocator = _Allocator(x.device)

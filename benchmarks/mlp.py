@@ -1,10 +1,10 @@
-"""Forward and backward of a norm and an MLP: ``LayerNormMLP`` by recipe, gated and not.
+"""Time forward and backward of a norm and an MLP: ``LayerNormMLP`` by recipe, gated and not.
 
     python -m benchmarks.mlp [--compile] [--tokens 16384]
 
-Needs a CUDA GPU. Hidden size 4096, 14336 features inside, SwiGLU and GELU. The baseline is plain
-``torch.nn`` in bfloat16; all are compared with that in float32. The floor: the six GEMMs, and the
-bytes of norm, activation and casts, each elementwise function fused with the cast that reads it.
+This needs a CUDA GPU. The hidden size is 4096, with 14336 features inside, SwiGLU and GELU. The
+baseline is ``torch.nn`` in bfloat16; all are compared with float32. The floor has six GEMMs, and
+the bytes of norm, activation and casts, each elementwise op fused with the cast that reads it.
 
 M tokens, D hidden size, F features between the linear layers.
 """
@@ -39,7 +39,7 @@ from float8lab.recipes import Recipe
 __all__ = ["SUBJECT", "MlpSize", "candidates", "floor_ms", "main", "rows"]
 
 FLOOR_DB = 15.0
-"""Two GEMMs in a row of 25 to 28 dB, a gate, and room for the gradient's e5m2."""
+"""The least SQNR: two GEMMs in a row of 25 to 28 dB, a gate, a margin for e5m2 gradients."""
 PLAIN = {"dgamma": "norm.weight", "dW1": "fc1.weight", "dW2": "fc2.weight"}
 OURS = {
     "dgamma": "module.layer_norm_weight",
@@ -49,7 +49,7 @@ OURS = {
 
 
 class MlpSize(NamedTuple):
-    """Of an MLP and its input."""
+    """The sizes of an MLP and its input."""
 
     D: int
     F: int
@@ -57,22 +57,22 @@ class MlpSize(NamedTuple):
     activation: str
 
     def describe(self) -> str:
-        """As tables name it."""
+        """Return the name of this size in tables."""
         return f"{self.activation}, {self.M} tokens, {self.D} -> {self.F} -> {self.D}"
 
     @property
     def inner(self) -> int:
-        """Features that the first linear layer gives."""
+        """The number of output features of the first linear layer."""
         return 2 * self.F if self.activation == "swiglu" else self.F
 
     def linears(self) -> list[LinearShape]:
-        """The two linear layers."""
+        """Return the two linear layers."""
         fc1 = LinearShape("fc1", self.M, self.D, self.inner)
         return [fc1, LinearShape("fc2", self.M, self.F, self.D)]
 
 
 def floor_ms(floor: Floor, size: MlpSize, recipe: Recipe | None) -> float | None:
-    """GEMMs and bytes."""
+    """Return the floor in ms, from GEMMs and bytes."""
     linears = size.linears()
     gemms = floor.gemms_ms(linears, recipe)
     if gemms is None:
@@ -91,7 +91,7 @@ def floor_ms(floor: Floor, size: MlpSize, recipe: Recipe | None) -> float | None
 
 
 def ours(plain: PlainMlp, recipe: Recipe | None = None) -> InContext:
-    """``LayerNormMLP`` with the weights of the plain one."""
+    """Make a ``LayerNormMLP`` with the weights of the plain MLP."""
     D, F = plain.fc2.weight.shape
     layer = float8lab.LayerNormMLP(
         D, F, eps=EPS, bias=False, normalization="RMSNorm",
@@ -105,13 +105,13 @@ def ours(plain: PlainMlp, recipe: Recipe | None = None) -> InContext:
 
 
 def candidates(setting: Setting, plain: PlainMlp) -> Iterator[Candidate]:
-    """The baselines, ours by recipe, and other libraries."""
+    """Iterate over the baselines, ours by recipe, and other libraries."""
     yield from fused_candidates(setting, plain, ours, "LayerNormMLP", PLAIN, OURS)
     yield from mlp_peers(plain, setting.modes)
 
 
 def rows(setting: Setting, sizes: Sequence[MlpSize]) -> Iterator[Row]:
-    """All candidates on every size."""
+    """Measure all candidates on every size."""
     for size in sizes:
         torch.manual_seed(setting.seed)
         with setting.device:

@@ -1,16 +1,16 @@
-"""Training steps of a stack of Llama-3-8B decoder layers: tokens a second.
+"""Measure tokens a second in training steps of a stack of Llama-3-8B decoder layers.
 
     python -m benchmarks.model [--compile] [--layers 8] [--batch 1] [--sequence 8192]
 
-Needs a CUDA GPU. A step is forward, backward and fused AdamW, everything in bfloat16 but for the
-FP8 GEMMs; the time is that of the host, which is what a program sees. The baseline is plain
-bfloat16 with each layer compiled. ``converted`` is the plain stack after ``convert_to_float8``
-with a recipe or ``"auto"``; ``TransformerLayer`` is ours.
+This needs a CUDA GPU. A step is forward, backward and fused AdamW, all in bfloat16 except the FP8
+GEMMs; the time is the wall time on the host. The baseline is plain bfloat16 with each layer
+compiled. ``converted`` is the plain stack after ``convert_to_float8`` with a recipe or ``"auto"``;
+``TransformerLayer`` is ours.
 
 The task is to memorise random targets, on which Adam's first steps follow the sign of every
-gradient. A row is refused if the loss of the first step is more than 1 % off the baseline's, or if
-less than 80 % of the baseline's descent is left at the end. The floor is the layers' floor (see
-``benchmarks.layer``) and the bytes of the optimizer's state.
+gradient. A row is refused if the first loss differs from the baseline's by more than 1 %, or if the
+loss falls by less than 80 % of the baseline's descent. The floor is the layers' floor (see
+``benchmarks.layer``) plus the time for the bytes of the optimizer's state.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FIRST, LAST = "first loss", "last loss"
 
 
 class Stack(NamedTuple):
-    """How a stack is made."""
+    """A stack of layers by name, and how it is made and run."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -55,26 +55,26 @@ class Stack(NamedTuple):
 
 
 def plain_stack(size: LayerSize, layers: int, device: torch.device, seed: int) -> nn.Sequential:
-    """Decoder layers in ``torch.nn``, bfloat16, normal weights."""
+    """Make decoder layers of ``torch.nn`` in bfloat16 with normal weights."""
     torch.manual_seed(seed)
     with device:
-        made = [Layer(size.D, size.H, size.G, size.F, nn.Linear) for _ in range(layers)]
-    for layer in made:
+        stacked_layers = [Layer(size.D, size.H, size.G, size.F, nn.Linear) for _ in range(layers)]
+    for layer in stacked_layers:
         layer.attention_norm.eps = layer.mlp_norm.eps = EPS
         for parameter in layer.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=STD)
-    return nn.Sequential(*made).bfloat16()
+    return nn.Sequential(*stacked_layers).bfloat16()
 
 
 def stacks(setting: Setting, plain: nn.Sequential, size: LayerSize) -> Iterator[Stack]:
-    """The baseline first."""
+    """Iterate over the stacks, the baseline first."""
     same = partial(copy.deepcopy, plain)
     yield Stack(BASELINE, same, compiled=True)
     yield Stack("plain bfloat16, eager", same)
     for mode in setting.modes:
         for name in setting.recipes:
-            if name == "mx":  # not in FP8 here, and slow
+            if name == "mx":  # Hopper has no FP8 GEMM for it, and it is slow
                 continue
             recipe = RECIPES[name]()
             shared: dict[str, Any] = {"compiled": mode == "compile", "recipe": recipe, "fp8": True}
@@ -101,7 +101,7 @@ def stacks(setting: Setting, plain: nn.Sequential, size: LayerSize) -> Iterator[
 
 
 def optimizer_bytes(plain: nn.Module) -> float:
-    """Parameter, gradient and two moments read, all but the gradient written, two bytes each."""
+    """Count the optimizer's bytes: it reads 4 tensors and writes all but the gradient, in bf16."""
     return 7 * 2.0 * sum(p.numel() for p in plain.parameters())
 
 
@@ -115,7 +115,7 @@ def measure(
     floor: Callable[[Recipe | None], float | None],
     flops: float,
 ) -> Row:
-    """Train a fresh stack; its loss must fall as the baseline's does."""
+    """Train a new stack, whose loss must fall as the baseline's loss does."""
     x, target = data
     model = stack.make()
     if stack.compiled:
@@ -154,7 +154,7 @@ def measure(
 
 
 def wrong_loss(first: float, last: float, base: dict[str, float]) -> str | None:
-    """Why a run with these losses is not one of the baseline's model; None if it may be."""
+    """Return why these losses cannot be those of the baseline's model; None if they can."""
     if not abs(first - base[FIRST]) <= SAME * base[FIRST]:
         return f"wrong: first loss {first:.4f}, not {base[FIRST]:.4f}"
     if not first - last >= DESCENT * (base[FIRST] - base[LAST]):
@@ -163,7 +163,7 @@ def wrong_loss(first: float, last: float, base: dict[str, float]) -> str | None:
 
 
 def rows(setting: Setting, size: LayerSize, layers: int) -> Iterator[Row]:
-    """All stacks; none without the baseline's loss to compare with."""
+    """Measure all stacks; without the baseline's loss to compare with, measure none."""
     plain = plain_stack(size, layers, setting.device, setting.seed)
     x, _ = size.input(setting.device, setting.generator())
     x = x.detach()

@@ -1,4 +1,4 @@
-"""The modules that benchmarks compare: plain ``torch.nn``, and ours with the same weights.
+"""Make the modules that benchmarks compare: plain ``torch.nn``, and ours with equal weights.
 
 B sequences, S positions, D width, H heads, G key-value heads, F features between the MLP's layers.
 """
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def converted(plain: nn.Module, recipe: Recipe | Auto, **options: Any) -> nn.Module:
-    """A copy of a model with its linear layers in FP8; ``Auto`` may choose none of them."""
+    """Return a copy of a model with linear layers in FP8; ``Auto`` may choose no layer."""
     model = copy.deepcopy(plain)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "convert_to_float8 converted none")
@@ -58,13 +58,13 @@ def converted(plain: nn.Module, recipe: Recipe | Auto, **options: Any) -> nn.Mod
 ROTARY_BASE = 500000.0
 EPS = 1e-6
 WARM_UP_STEPS = 2
-"""Steps before the one that is compared, for delayed scaling to have a history."""
+"""The number of steps before the compared one, so that delayed scaling has a history."""
 
 Context = Callable[[], AbstractContextManager[Any]]
 
 
 class LayerSize(NamedTuple):
-    """Of a decoder layer and its input."""
+    """The sizes of a decoder layer and its input."""
 
     D: int
     H: int
@@ -78,11 +78,11 @@ class LayerSize(NamedTuple):
         return self.batch * self.sequence
 
     def describe(self) -> str:
-        """As tables name it."""
+        """Return the name of this size in tables."""
         return f"{self.batch} x {self.sequence} tokens, width {self.D}, MLP {self.F}"
 
     def linears(self) -> list[LinearShape]:
-        """The layer's GEMMs, with those that share an input as one."""
+        """Return the layer's linear layers; those that share an input count as one layer."""
         M, D, K = self.tokens, self.D, self.D // self.H * self.G
         return [
             LinearShape("qkv", M, D, D + 2 * K),
@@ -92,12 +92,12 @@ class LayerSize(NamedTuple):
         ]
 
     def flops(self) -> float:
-        """Of forward and backward."""
+        """Count the FLOPs of forward and backward."""
         causal = attention_flops(self.batch, self.H, self.sequence, self.D // self.H, causal=True)
         return sum(shape.flops() for shape in self.linears()) + 3.5 * causal
 
     def input(self, device: torch.device, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """An input that requires a gradient, and a gradient of the output."""
+        """Draw an input that requires a gradient, and a gradient of the output."""
         shape = (self.batch, self.sequence, self.D)
         x, dy = (torch.randn(shape, generator=generator, device=device) for _ in range(2))
         return x.bfloat16().requires_grad_(), dy.bfloat16()
@@ -107,7 +107,7 @@ LLAMA = LayerSize(D=4096, H=32, G=8, F=14336, batch=4, sequence=4096)
 
 
 def attention_flops(B: int, H: int, S: int, D: int, *, causal: bool) -> float:
-    """Of the forward; the backward has two and a half times as many."""
+    """Count the FLOPs of the forward; the backward has two and a half times as many."""
     return 4.0 * B * H * S * S * D * (0.5 if causal else 1.0)
 
 
@@ -125,17 +125,17 @@ class InContext(nn.Module):
 
 
 def our_context(recipe: Recipe | None) -> Context:
-    """The autocast of a recipe; none without one."""
+    """Return the autocast of a recipe; without a recipe, a context that does nothing."""
     return nullcontext if recipe is None else partial(float8lab.autocast, recipe=recipe)
 
 
 class Candidate(NamedTuple):
-    """A module with its place in a table."""
+    """A module to measure, and how tables list it."""
 
     name: str
     make: Callable[[], nn.Module]
     parameters: Mapping[str, str] = {}
-    """The module's names of the parameters whose gradients are compared, by the gate's names."""
+    """Maps the gate's names of compared gradients to the module's names of the parameters."""
     baseline: bool = False
     recipe: Recipe | None = None
     """None for bfloat16, and for other libraries."""
@@ -148,10 +148,10 @@ class Candidate(NamedTuple):
 
 
 def train_step(module: nn.Module, x: Tensor, dy: Tensor) -> None:
-    """Forward and backward, gradients overwritten rather than accumulated.
+    """Run forward and backward, with gradients overwritten rather than accumulated.
 
-    The tensors count as changed since the last step, as they are in training: a cast of the weight
-    that is kept as long as the weight is the same must not be kept here.
+    The tensors are marked as changed since the last step, as they are in training: otherwise a cast
+    of an unchanged weight would be reused.
     """
     changed = [x, *module.parameters()]
     for tensor in changed:
@@ -168,7 +168,7 @@ def training_results(
     *,
     steps: int = WARM_UP_STEPS + 1,
 ) -> dict[str, Tensor]:
-    """Output and gradients of the last of ``steps`` equal training steps."""
+    """Return the output and the gradients of the last of ``steps`` equal training steps."""
     x = x.detach().clone().requires_grad_()
     found = dict(module.named_parameters())
     for _ in range(steps):
@@ -188,7 +188,7 @@ def fused_candidates(
     plain_names: Mapping[str, str],
     our_names: Mapping[str, str],
 ) -> Iterator[Candidate]:
-    """The plain modules, and the fused one, ``ours(plain, recipe)``, called ``name``, by recipe."""
+    """Iterate over the plain modules, and the fused module ``ours(plain, recipe)`` by recipe."""
     for mode in setting.modes:
         compiled = mode == "compile"
         same = partial(copy.deepcopy, plain)
@@ -211,17 +211,17 @@ def fused_candidates(
 
 @dataclass(frozen=True)
 class Trial:
-    """One problem that modules are trained on for a step: the right answers, and what it takes.
+    """A problem on which modules are trained for a step, its right answers and its costs.
 
     Attributes:
-        case: of its rows.
+        case: the case of the rows.
         data: the input and the gradient of the output.
-        gate: the right answers.
-        flops: of a step.
-        floor_ms: of a recipe.
-        less: what is taken off output and input gradient before they are compared, such as the
-            residual stream, which would hide a wrong layer.
-        extra: further numbers of a module and its input.
+        gate: the right answers and the least SQNR.
+        flops: the FLOPs of a step.
+        floor_ms: returns the floor of a recipe.
+        less: tensors subtracted from output and input gradient before these are compared, such as
+            the residual stream, which would hide a wrong layer.
+        extra: measures further values of a module on its input.
     """
 
     case: str
@@ -244,7 +244,7 @@ class Trial:
         flops: float,
         floor_ms: Callable[[Recipe | None], float | None],
     ) -> Trial:
-        """A step of normal numbers: ``sizes`` are tokens, input and output features."""
+        """Make a trial of normal numbers; ``sizes`` are tokens, input and output features."""
         generator, (M, *features) = setting.generator(), sizes
         x, dy = (
             torch.randn(M, n, generator=generator, device=setting.device).bfloat16()
@@ -260,7 +260,7 @@ class Trial:
         candidates: Iterable[Candidate],
         targets: Mapping[str, tuple[Target, ...]] = {},
     ) -> Iterator[Row]:
-        """Check and time each candidate; ``targets`` by name."""
+        """Check and time each candidate; ``targets`` are given by name."""
         steps: dict[str, Callable[[], object]] = {}
         found = (
             setting.attempt(
@@ -315,7 +315,7 @@ class Trial:
             flops=self.flops,
             fp8=candidate.fp8,
             baseline=candidate.baseline,
-            # Other sizes would be compiled anew.
+            # ``extra`` uses other sizes, for which a module would be compiled once more.
             values={} if candidate.compiled else self.extra(module, x),
             targets=targets,
         )
@@ -332,7 +332,7 @@ class Trial:
 
 
 class PlainNormLinear(nn.Module):
-    """RMSNorm, its weight not all ones, and a linear layer, in ``torch.nn``."""
+    """An RMSNorm, whose weight is not all ones, and a linear layer, in ``torch.nn``."""
 
     def __init__(self, K: int, N: int) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ class PlainNormLinear(nn.Module):
 
 
 class PlainMlp(nn.Module):
-    """RMSNorm, a linear layer, an activation, a linear layer, in ``torch.nn``."""
+    """An RMSNorm, a linear layer, an activation and a linear layer, in ``torch.nn``."""
 
     def __init__(self, D: int, F_: int, activation: str) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ class PlainMlp(nn.Module):
 
 
 def plain_layer(size: LayerSize, device: torch.device, seed: int = 0) -> Any:
-    """A Llama decoder layer in ``torch.nn``, bfloat16."""
+    """Make a Llama decoder layer of ``torch.nn`` in bfloat16."""
     torch.manual_seed(seed)
     with device:
         layer = Layer(size.D, size.H, size.G, size.F, nn.Linear)
@@ -376,7 +376,7 @@ def plain_layer(size: LayerSize, device: torch.device, seed: int = 0) -> Any:
 
 
 def layer_arguments(size: LayerSize, device: torch.device) -> dict[str, Any]:
-    """Of ``TransformerLayer``, ours and TransformerEngine's, to be that layer."""
+    """Return arguments with which our or TransformerEngine's ``TransformerLayer`` is that layer."""
     return {
         "hidden_size": size.D,
         "ffn_hidden_size": size.F,
@@ -396,7 +396,7 @@ def layer_arguments(size: LayerSize, device: torch.device) -> dict[str, Any]:
 
 
 def rotary_angles(size: LayerSize, device: torch.device) -> Tensor:
-    """Of all positions of a sequence."""
+    """Compute the rotary angles of all positions of a sequence."""
     rotary: Any = float8lab.RotaryPositionEmbedding(
         size.D // size.H, rotary_base=ROTARY_BASE, device=device
     )
@@ -412,14 +412,14 @@ def our_layer(
     stored: bool = False,
     **arguments: Any,
 ) -> InContext:
-    """``TransformerLayer`` with the weights of the plain layer.
+    """Make a ``TransformerLayer`` with the weights of the plain layer.
 
     Args:
-        plain: from ``plain_layer``.
-        size: of it.
-        recipe: of the FP8 GEMMs; None is bfloat16.
+        plain: the layer that ``plain_layer`` returned.
+        size: the size of that layer.
+        recipe: the recipe of the FP8 GEMMs; None is bfloat16.
         stored: keep the weights in FP8 only.
-        arguments: of ``TransformerLayer``, in addition.
+        arguments: further arguments of ``TransformerLayer``.
     """
     device = plain.o.weight.device
     arguments = layer_arguments(size, device) | arguments
@@ -430,7 +430,7 @@ def our_layer(
 
 
 def copy_layer_weights(layer: Any, plain: Any, group: Any = None) -> None:
-    """Give a ``TransformerLayer`` the weights of the plain layer, or this rank's part of them."""
+    """Copy the plain layer's weights, or this rank's shards, to a ``TransformerLayer``."""
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
 
     def part(weight: Tensor, dim: int = 0) -> Tensor:

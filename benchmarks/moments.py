@@ -1,8 +1,8 @@
-"""Optimizer moments in FP8: what they cost in loss, and bytes a parameter of each combination.
+"""Measure what FP8 optimizer moments cost in loss, and bytes a parameter by combination.
 
     python -m benchmarks.moments [--steps 150] [--batch-size 8] [--seeds 3] [--rounded]
 
-Needs a CUDA GPU of 40 GB; ``--tiny`` trains a small model on a CPU, in minutes. The model is the
+It needs a CUDA GPU of 40 GB; ``--tiny`` trains a small model on a CPU in minutes. The model is the
 GPT of 124 million parameters of ``examples/train_gpt.py``, with its float32 weights under bfloat16
 autocast, its text and its learning rates. For each seed AdamW trains it with float32 moments and
 with FP8 moments, from the same weights and on the same batches; ``--rounded`` adds bfloat16 weights
@@ -28,7 +28,7 @@ from benchmarks.linear import storages
 from float8lab.optim import MasterWeights
 from float8lab.optim.moments import MASTER
 
-sys.path.insert(0, str(common.ROOT / "examples"))  # programs, not a package
+sys.path.insert(0, str(common.ROOT / "examples"))  # the examples are no package
 from gpt import PRESETS
 from text import load_text
 from train_gpt import TRAINING, Job, Progress, Run, make_optimizer
@@ -42,7 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "FP8 moments": FP8,
     "FP8 moments, bfloat16 weights": FP8 | ROUNDED,
 }
-"""Options of ``MasterWeights`` by name."""
+"""The options of ``MasterWeights`` for each way to train, by name."""
 HALF: dict[str, Any] = {"master_dtype": torch.bfloat16}
 COMBINATIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("float32", "none"): {},
@@ -53,11 +53,11 @@ COMBINATIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("FP8", "bfloat16"): HALF,
     ("FP8", "bfloat16, rounded stochastically"): HALF | ROUNDED,
 }
-"""Options of ``MasterWeights`` by how the weight and its master are stored."""
+"""The options of ``MasterWeights`` by how the weight and its master are stored."""
 
 
 def bytes_table(size: int = 1024) -> str:
-    """Bytes a parameter of each combination, counted on a ``[size, size]`` weight after a step."""
+    """Tabulate bytes a parameter by combination, for a ``[size, size]`` weight after a step."""
     rows: list[list[object]] = []
     for (weight, master), options in COMBINATIONS.items():
         for storage in ({}, FP8):
@@ -78,7 +78,7 @@ def bytes_table(size: int = 1024) -> str:
 
 
 def _layer(weight: str, size: int) -> Any:
-    """A layer that has one weight and nothing else."""
+    """Make a layer that has one weight and nothing else."""
     if weight == "FP8":
         with float8lab.fp8_model_init(preserve_high_precision_init_val=True):
             return float8lab.Linear(size, size, bias=False, device="cpu")
@@ -95,7 +95,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _optimizer(model: nn.Module, job: Job, options: dict[str, Any]) -> MasterWeights:
-    """AdamW with the groups and options of ``examples/train_gpt.py``."""
+    """Make AdamW with the groups and options of ``examples/train_gpt.py``."""
     plain = make_optimizer(model, job.training)
     groups = [{name: g[name] for name in ("params", "weight_decay")} for g in plain.param_groups]
     shared = {name: plain.defaults[name] for name in ("lr", "betas", "fused")}
@@ -103,7 +103,7 @@ def _optimizer(model: nn.Module, job: Job, options: dict[str, Any]) -> MasterWei
 
 
 def compare(job: Job, ways: Sequence[str], seeds: int) -> Iterator[tuple[int, Run, float]]:
-    """Train by each way for each seed; yields that, the run, and bytes of states a parameter."""
+    """Train in each way for each seed; yield the seed, the run, and state bytes a parameter."""
     progress = Progress(job.training.steps * len(ways) * seeds)
     for seed in range(seeds):
         seeded = replace(job, training=replace(job.training, seed=seed))
@@ -130,7 +130,7 @@ def _validation_loss(run: Run) -> float:
 
 
 def tabulate(results: Sequence[tuple[int, Run, float]]) -> str:
-    """Markdown: a row for each run, and one for the mean gaps of each way."""
+    """Return a markdown table with a row for each run and the mean gaps of each way."""
     losses: tuple[Callable[[Run], float], ...] = (_training_loss, _validation_loss)
     base = {seed: run for seed, run, _ in results if run.name == BASELINE}
     gaps: dict[str, list[list[float]]] = {}
@@ -147,7 +147,7 @@ def tabulate(results: Sequence[tuple[int, Run, float]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train, and print both tables."""
+    """Train all runs and print both tables."""
     parser = argparse.ArgumentParser(prog="benchmarks.moments", description=__doc__)
     parser.add_argument("--steps", type=int, default=150, help="of each run (default: 150)")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences a step (default: 8)")

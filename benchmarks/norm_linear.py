@@ -1,10 +1,10 @@
-"""Forward and backward of an RMSNorm and a linear layer: ``LayerNormLinear`` by recipe.
+"""Time forward and backward of an RMSNorm and a linear layer: ``LayerNormLinear`` by recipe.
 
     python -m benchmarks.norm_linear [--compile] [--model llama-8b]
 
-Needs a CUDA GPU. The baseline is ``torch.nn.RMSNorm`` and ``torch.nn.Linear`` in bfloat16; all are
-compared with the same two in float32. The floor: the three GEMMs, the norm's input cast in both
-orientations as it is normalized, w and dy cast in both, and the norm's backward, which reads its
+This needs a CUDA GPU. The baseline is ``torch.nn.RMSNorm`` and ``torch.nn.Linear`` in bfloat16; all
+are compared with both in float32. The floor has the three GEMMs, the norm fused with a cast in both
+orientations, the casts of w and dy in both orientations, and the norm's backward, which reads its
 input and a gradient and writes a gradient.
 
 M tokens, K input features, N output features.
@@ -38,13 +38,13 @@ from float8lab.recipes import Recipe
 __all__ = ["SUBJECT", "candidates", "floor_ms", "main", "rows"]
 
 FLOOR_DB = 20.0
-"""As for a linear layer."""
+"""The least SQNR in dB, as for a linear layer."""
 PLAIN = {"dgamma": "norm.weight", "dW": "linear.weight"}
 OURS = {"dgamma": "module.layer_norm_weight", "dW": "module.weight"}
 
 
 def floor_ms(floor: Floor, shape: LinearShape, recipe: Recipe | None) -> float | None:
-    """GEMMs and bytes."""
+    """Return the floor in ms, from GEMMs and bytes."""
     gemms = floor.gemms_ms([shape], recipe)
     if gemms is None:
         return None
@@ -54,7 +54,7 @@ def floor_ms(floor: Floor, shape: LinearShape, recipe: Recipe | None) -> float |
 
 
 def ours(plain: PlainNormLinear, recipe: Recipe | None = None) -> InContext:
-    """``LayerNormLinear`` with the weights of the plain modules."""
+    """Make a ``LayerNormLinear`` with the weights of the plain modules."""
     norm, linear = plain.norm, plain.linear
     layer = float8lab.LayerNormLinear(
         linear.in_features, linear.out_features, eps=EPS, bias=False, normalization="RMSNorm",
@@ -65,13 +65,13 @@ def ours(plain: PlainNormLinear, recipe: Recipe | None = None) -> InContext:
 
 
 def candidates(setting: Setting, plain: PlainNormLinear) -> Iterator[Candidate]:
-    """The baselines, ours by recipe, and other libraries."""
+    """Iterate over the baselines, ours by recipe, and other libraries."""
     yield from fused_candidates(setting, plain, ours, "LayerNormLinear", PLAIN, OURS)
     yield from norm_linear_peers(plain, setting.modes)
 
 
 def rows(setting: Setting, shapes: Sequence[LinearShape]) -> Iterator[Row]:
-    """All candidates on every shape."""
+    """Measure all candidates on every shape."""
     for shape in shapes:
         torch.manual_seed(setting.seed)
         with setting.device:
@@ -89,7 +89,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _rows(setting: Setting, options: argparse.Namespace) -> Iterator[Row]:
-    # A norm stands before what reads the residual stream: the attention's and the MLP's input.
+    # Norms precede the layers that read the residual stream: inputs of attention and MLP.
     names = ("up", "qkv")
     return rows(setting, [shape for shape in select(options.model) if shape.name in names])
 

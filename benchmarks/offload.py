@@ -1,14 +1,14 @@
-"""CPU offload of activations: peak memory and step time of Llama-3-8B layers, with and without.
+"""Measure peak memory and step time of Llama-3-8B layers with and without CPU offload.
 
     python -m benchmarks.offload [--layers 8] [--offloaded 1,4,7] [--recipes bf16,tensor]
 
-Needs a CUDA GPU. A step is forward and backward, gradients allocated before; the peak is over what
-is resident between steps. The predicted saving is the bytes that a layer moves, times the layers
-that are away at the peak: all that are offloaded but one, which is loaded for the layer that runs
-(see ``predicted``). A candidate gets no time unless its output and all gradients are those without
-offload bit for bit, both with deterministic algorithms: attention's backward usually adds in no
-fixed order. Copied GB/s are the bytes moved out and in over the step's time: near the host link's
-rate it is the link that sets the time.
+This needs a CUDA GPU. A step is forward and backward, with gradients allocated before it; the peak
+counts bytes beyond those that are resident between steps. The predicted saving is the bytes that a
+layer moves, times the layers that are on the host at the peak (see ``predicted``). A candidate gets
+no time unless its output and all gradients equal those without offload bit for bit, both with
+deterministic algorithms, since attention's backward usually adds in no fixed order. Copied GB/s are
+the bytes moved out and in over the step's time: near the host link's rate, the link limits the
+time.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ __all__ = ["Result", "main", "predicted"]
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of one model."""
+    """The measurements of one model."""
 
     recipe: str
     offloaded: int
     refusal: str | None
     peak: int
-    """Bytes over what is resident between steps."""
+    """The most bytes beyond those that are resident between steps."""
     moved: int
-    """Bytes that one forward copies to the host."""
+    """The bytes that one forward copies to the host."""
     predicted: float
-    """Bytes that offload should take off the peak."""
+    """The bytes by which offload should lower the peak."""
     step_ms: tuple[float, ...] = ()
 
 
 def predicted(moved: int, offloaded: int, layers: int) -> float:
-    """Bytes that are on the host when the device needs most.
+    """Predict the bytes that are on the host when the device needs most memory.
 
-    That is when backward begins, with what is not offloaded on the device, or, if more, in the
-    middle of either pass, with the layer that runs and the one that is on its way.
+    The device needs most when backward begins, with all layers that are not offloaded, or, if that
+    is more, in the middle of either pass, with the running layer and the one being copied.
 
     >>> predicted(moved=400, offloaded=4, layers=8), predicted(moved=700, offloaded=7, layers=8)
     (400.0, 600.0)
@@ -63,7 +63,7 @@ def predicted(moved: int, offloaded: int, layers: int) -> float:
 
 @contextmanager
 def counting() -> Iterator[list[int]]:
-    """Bytes of each storage that leaves the device inside."""
+    """Yield a list of the bytes of each storage that leaves the device inside the block."""
     moved: list[int] = []
     original = offload._Lanes.store
 
@@ -77,7 +77,7 @@ def counting() -> Iterator[list[int]]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Equal bits in every run, inside."""
+    """Make all runs inside the block give equal bits."""
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ def deterministic() -> Iterator[None]:
 
 
 def make_model(options: argparse.Namespace, recipe: str) -> nn.Sequential:
-    """The layers, the same for every recipe but for conversion."""
+    """Make the layers, which are equal for every recipe except for the conversion."""
     torch.manual_seed(options.seed)
     sizes = (options.dim, options.heads, options.groups, options.ffn)
     with torch.device("cuda"):
@@ -101,7 +101,7 @@ def make_model(options: argparse.Namespace, recipe: str) -> nn.Sequential:
 
 
 def make_step(model: nn.Sequential, x: Tensor, offloaded: int) -> Callable[[], Tensor]:
-    """One forward and backward; returns the output."""
+    """Return a step that runs one forward and backward and returns the output."""
     pair = float8lab.get_cpu_offload_context(enabled=offloaded > 0, num_layers=max(offloaded, 1))
     context, synchronize = pair
 
@@ -120,7 +120,7 @@ def make_step(model: nn.Sequential, x: Tensor, offloaded: int) -> Callable[[], T
 
 
 def measure(options: argparse.Namespace, recipe: str, samples: int = 10) -> list[Result]:
-    """All candidates of one recipe; the first is the one without offload."""
+    """Measure all candidates of one recipe; the first candidate has no offload."""
     model = make_model(options, recipe)
     shape = (options.batch, options.sequence, options.dim)
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -128,7 +128,7 @@ def measure(options: argparse.Namespace, recipe: str, samples: int = 10) -> list
     results = []
     for offloaded in [0, *options.offloaded]:
         step = make_step(model, x, offloaded)
-        step()  # allocates, the first time
+        step()  # the first step allocates the gradients
         with deterministic(), counting() as moved:
             y = step()
         answers = [y, *(p.grad for p in model.parameters() if p.grad is not None)]
@@ -149,7 +149,7 @@ def measure(options: argparse.Namespace, recipe: str, samples: int = 10) -> list
 
 
 def rows(results: Sequence[Result]) -> list[list[str]]:
-    """Lines of the table; the first result is what the others are compared with."""
+    """Format the lines of the table; all results are compared with the first."""
     base = results[0]
     lines = []
     for result in results:
@@ -167,7 +167,7 @@ def rows(results: Sequence[Result]) -> list[list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> list[Result]:
-    """Measure and print."""
+    """Measure all candidates and print the table."""
     parser = common.new_parser(__doc__.split("\n\n")[0] if __doc__ else None)
     parser.add_argument("--recipes", default="bf16,tensor", help=f"of bf16,{','.join(RECIPES)}")
     parser.add_argument("--offloaded", default="1,4,7", help="numbers of offloaded layers")

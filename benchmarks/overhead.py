@@ -1,19 +1,19 @@
-"""What a call costs the CPU: small layers, autocast regions, kernel launches.
+"""Measure what a call costs the CPU: small layers, autocast regions, kernel launches.
 
     python -m benchmarks.overhead [--compile] [--part gpt]
 
-Needs a CUDA GPU, which has next to nothing to do here. Wall times are of a program that calls and
-does not wait, in microseconds:
+This needs a CUDA GPU, which has almost no work here. Wall times in microseconds are those of a
+program that calls and does not wait:
 
-- one ``Linear`` 128 to 128 on 32 tokens, forward, and forward and backward; ``launches`` are the
-  kernels, copies and fills that torch's profiler sees of one forward and backward; ``one thread``
-  is both with ``torch.autograd.set_multithreading_enabled(False)``: autograd runs backward in a
-  thread of its own for each GPU, to whose core all that Python reads must travel;
-- ``autocast`` entered and left, with that many FP8 modules alive which have run before, and left
-  after all of them have run: then delayed scaling advances their scales;
-- a training step of a GPT of 50 million parameters, where FP8 never wins, and ``"auto"`` must not
-  lose: eager, with each layer ``graphed``, with ``--compile`` compiled and as CUDA graphs, too;
-  ``issue`` is the time in which the CPU has put a step on a GPU that waits for it.
+- One ``Linear`` 128 to 128 on 32 tokens runs forward, and forward and backward. ``launches`` are
+  the kernels, copies and fills that torch's profiler sees in one forward and backward. ``one
+  thread`` is both with ``torch.autograd.set_multithreading_enabled(False)``: autograd runs backward
+  in a separate thread for each GPU, to whose core all data that Python reads must travel.
+- ``autocast`` is entered and left while that many FP8 modules exist that have run before, and left
+  after all of them have run, when delayed scaling advances their scales.
+- A GPT of 50 million parameters, where FP8 never wins and ``"auto"`` must not lose, trains a step:
+  eager, with each layer ``graphed``, and with ``--compile`` compiled and as CUDA graphs.
+  ``issue`` is the time in which the CPU puts a step on a GPU that waits for work.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["SUBJECT", "count_launches", "main", "rows"]
 
 FLOOR_DB = 20.0
 SAME_LOSS = 0.01
-"""How far, relative to bfloat16's, the loss of the first step may be off."""
+"""The largest relative deviation from bfloat16's loss in the first step."""
 FORWARD, BOTH = "forward us", "forward + backward us"
 ONE_THREAD, ONE_THREAD_MS = "both, one thread us", "one thread ms"
 FORWARD_RATIO, BOTH_RATIO = "forward, of bf16 both", "both, of bf16 both"
@@ -55,7 +55,7 @@ ENTER_EXIT, EXIT = "enter + exit us", "exit after all ran us"
 
 
 class GptSize(NamedTuple):
-    """Of a small GPT and its batch."""
+    """The sizes of a small GPT and its batch."""
 
     D: int = 512
     H: int = 8
@@ -70,7 +70,7 @@ SMALL = GptSize()
 
 
 class Gpt(nn.Module):
-    """Tokens in, the mean cross-entropy of the next tokens out."""
+    """A GPT that maps tokens to the mean cross-entropy of the next tokens."""
 
     def __init__(self, size: GptSize) -> None:
         super().__init__()
@@ -88,14 +88,14 @@ class Gpt(nn.Module):
 
 
 def microseconds(setting: Setting, fn: Callable[[], object], calls: int = 100) -> float:
-    """The median wall time of one of ``calls`` calls."""
+    """Return the median wall time in us of one of ``calls`` calls."""
     samples = 5 if setting.device.type == "cuda" else 1
     calls = calls if setting.device.type == "cuda" else 2
     return 1e3 * common.time_wall(fn, warm_up=3, samples=samples, calls=calls).median
 
 
 def issue_ms(setting: Setting, step: Callable[[], object]) -> float:
-    """The median time in which a step is put on a GPU that has nothing to do before it."""
+    """Return the median ms in which the CPU puts a step on an idle GPU."""
     times = []
     for _ in range(10 if setting.device.type == "cuda" else 1):
         if setting.device.type == "cuda":
@@ -107,13 +107,13 @@ def issue_ms(setting: Setting, step: Callable[[], object]) -> float:
 
 
 def count_launches(fn: Callable[[], object]) -> int | None:
-    """Kernels, copies and fills that a call puts on the GPU; None where no profiler sees them."""
+    """Count kernels, copies and fills that a call launches; None if no profiler sees any."""
     if not torch.cuda.is_available():
         return None
     fn()
     torch.cuda.synchronize()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the profiler's own, which differ between versions
+        warnings.simplefilter("ignore")  # the profiler's warnings differ between versions
         return len(common.gpu_events(fn, cpu=True)) or None
 
 
@@ -121,7 +121,7 @@ def count_launches(fn: Callable[[], object]) -> int | None:
 
 
 def linear_rows(setting: Setting) -> Iterator[Row]:
-    """A layer of 128 features on 32 tokens."""
+    """Measure a layer of 128 features on 32 tokens."""
     case = "Linear 128 -> 128, 32 tokens"
     problem = make_problem(
         "gaussian", 32, 128, 128, seed=setting.seed, dtype=torch.bfloat16,
@@ -158,7 +158,7 @@ def measure_linear(
     gate: common.Gate,
     base: float | None,
 ) -> Row:
-    """Check a layer, then time it; ``base`` is the baseline's forward and backward."""
+    """Check a layer, then time it; ``base`` is the baseline's time of forward and backward."""
     module = candidate.make()
     if candidate.compiled:
         module.compile()
@@ -195,7 +195,7 @@ def measure_linear(
 
 
 def autocast_rows(setting: Setting, counts: Sequence[int] = (0, 10, 100)) -> Iterator[Row]:
-    """Entry and exit with several numbers of modules."""
+    """Measure entry and exit of autocast with several numbers of modules."""
     for count in counts:
         case = f"autocast, {count} modules"
         for name in setting.recipes:
@@ -228,7 +228,7 @@ def measure_autocast(setting: Setting, case: str, name: str, recipe: Recipe, cou
         return 1e6 * (time.perf_counter() - began)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of regions without an FP8 module
+        warnings.simplefilter("ignore")  # regions without an FP8 module warn
         exits = [run() for _ in range(10 if cuda else 2)]
         values = {ENTER_EXIT: microseconds(setting, region, calls=1000)}
     if count:
@@ -240,7 +240,7 @@ def measure_autocast(setting: Setting, case: str, name: str, recipe: Recipe, cou
 
 
 def gpt_rows(setting: Setting, size: GptSize = SMALL, warm_up: int = 2) -> Iterator[Row]:
-    """Forward and backward of a small GPT."""
+    """Measure forward and backward of a small GPT."""
     torch.manual_seed(setting.seed)
     plain = Gpt(size).to(setting.device, torch.bfloat16)
     millions = sum(p.numel() for p in plain.parameters()) / 1e6
@@ -318,7 +318,7 @@ PARTS: dict[str, Callable[[Setting], Iterator[Row]]] = {
 
 
 def rows(setting: Setting, options: argparse.Namespace) -> Iterator[Row]:
-    """Layer, regions, model, or those of them that were asked for."""
+    """Measure layer, regions and model, or those of them that were asked for."""
     for part in options.part or PARTS:
         yield from PARTS[part](setting)
 

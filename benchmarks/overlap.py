@@ -1,12 +1,12 @@
-"""GEMMs beside the copies between GPUs that they need, and after or before collectives.
+"""Time GEMMs overlapped with the copies between GPUs that they need, and with collectives.
 
     torchrun --nproc-per-node 2 -m benchmarks.overlap [--tokens 16384,4096] [--recipe current]
 
-The GEMMs of a Llama-3-8B layer, each rank with its part of the weight: of rows that are gathered
-(qkv, gate and up; dgrad of attention out and of down), and those whose rows are summed and
-scattered (the others). Time is of calls one after another, what the CPU needs to queue them
-included, on the slowest rank. A GEMM that is not that of the collectives is not timed: bit by
-bit for two ranks.
+The GEMMs are those of a Llama-3-8B layer with one shard of the weight on each rank. Some read rows
+that are gathered (qkv, gate and up; dgrad of attention out and of down); the rows that all others
+write are summed and scattered. Times are of consecutive calls on the slowest rank, the CPU's time
+to queue them included. A GEMM is not timed if its result differs from that with collectives; for
+two ranks the results must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from float8lab.tensor.blocks import quantize_blocks
 __all__ = ["SUBJECT", "main", "rows"]
 
 SAME_DB = 50.0
-"""SQNR of sums that more than two ranks round in another order."""
+"""The least SQNR of sums that more than two ranks round in another order."""
 
 
 def gemms(ranks: int) -> dict[str, tuple[int, int, bool]]:
-    """N, K, and whether rows are gathered, by name."""
+    """Return N, K, and whether rows are gathered, by name of the GEMM."""
     D, qkv, F = LLAMA.D, LLAMA.D + 2 * LLAMA.D // LLAMA.H * LLAMA.G, LLAMA.F
     return {
         "qkv": (qkv // ranks, D, True),
@@ -58,7 +58,7 @@ def _operand(rows: int, K: int, spec: Any, generator: torch.Generator) -> tuple[
 def _steps(
     M: int, sizes: tuple[int, int, bool], name: str, device: torch.device
 ) -> dict[str, Callable[[], Tensor]]:
-    """The GEMM alone, with collectives, and overlapped."""
+    """Time the GEMM alone, with collectives, and overlapped."""
     (N, K, gathers), plan = sizes, RECIPES[name]().linear
     group: Any = dist.group.WORLD
     left, right, fast = plan.fprop if plan.fprop is not None else (plan.x, plan.w, False)
@@ -67,32 +67,32 @@ def _steps(
     if not gathers:
         generator.manual_seed(1 + dist.get_rank())
     a = _operand(M, K, left, generator)
-    whole = [*a, *b]
-    mine = whole
+    operands = [*a, *b]
+    local_operands = operands
     if gathers:
         rows = M // group.size()
-        here = slice(group.rank() * rows, (group.rank() + 1) * rows)
+        local_rows = slice(group.rank() * rows, (group.rank() + 1) * rows)
         scale = a[1]
         if left.block[0] == 1:
-            scale = scale[here].contiguous()
+            scale = scale[local_rows].contiguous()
             scale = scale.t().contiguous().t() if left.block[1] > 1 else scale
-        mine = [a[0][here].contiguous(), scale, *b]
+        local_operands = [a[0][local_rows].contiguous(), scale, *b]
     blocks, how = (left.block, right.block), (torch.bfloat16, fast, group.group_name)
     op: Any = gather_mm if gathers else mm_scatter
 
     def alone() -> Tensor:
         y: Tensor = scaled_mm_op(
-            *whole[:2], blocks[0], *whole[2:], blocks[1], None, torch.bfloat16, fast
+            *operands[:2], blocks[0], *operands[2:], blocks[1], None, torch.bfloat16, fast
         )
         return y
 
     def overlapped() -> Tensor:
-        y: Tensor = op(mine, *blocks, *how, [], *[False] * gathers)[0]
+        y: Tensor = op(local_operands, *blocks, *how, [], *[False] * gathers)[0]
         return y
 
     def collective() -> Tensor:
         seen = Window.of_groups.get(group)
-        Window.of_groups[group] = None  # as where ranks do not see each other's memory
+        Window.of_groups[group] = None  # this disables access to other ranks' memory
         y = overlapped()
         Window.of_groups[group] = seen
         return y
@@ -101,7 +101,7 @@ def _steps(
 
 
 def rows(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """A row for each GEMM, case by case."""
+    """Measure a row for each GEMM, case by case."""
     ranks = dist.get_world_size()
     for M in map(int, options.tokens.split(",")):
         for recipe in options.recipe or SUBJECT.recipes:
@@ -138,13 +138,13 @@ SUBJECT = Subject(
         Column("overlapped ms", 3),
         Column("x collective", cell=_speed_up),
     ),
-    lambda setting, options: (),  # by torchrun only: see main
+    lambda setting, options: (),  # it runs by torchrun only: see main
     recipes=("current", "rowwise", "block"),
 )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, and print markdown tables on rank 0."""
+    """Measure all GEMMs and print markdown tables on rank 0."""
     parser = common.new_parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", default="16384,4096", help="comma-separated")
     parser.add_argument("--recipe", action="append", choices=RECIPES)

@@ -1,15 +1,15 @@
-"""How long the way of a call through the package is, and how large the package.
+"""Count the package's functions that a call enters, and the package's ops and lines.
 
     python -m benchmarks.path
 
-Counts, which need no GPU: the Python functions of this package that a step enters after a warm-up
-(comprehensions and generators apart), how many different ones these are, and in how many files;
-registered ops; lines. The CPU time of a call grows with the first. What an autocast region does at
-its entry and exit is no part of a step here.
+Counts need no GPU: the Python functions of this package that a step enters after a warm-up (without
+comprehensions and generators), the different functions among them, and their files; registered ops;
+lines. The CPU time of a call grows with the first count. The entry and exit of an autocast region
+do not count as part of a step.
 
-On a GPU also times, of a program that calls and does not wait, in turns with bfloat16: ``Linear``
-of 128 features on 32 tokens, also with backward on the caller's core and ``graphed``; a Llama-3-8B
-layer, and one so small that the CPU is what takes the time, both ``graphed`` as well.
+On a GPU it also times a program that calls and does not wait, in turns with bfloat16: ``Linear`` of
+128 features on 32 tokens, also with backward on the caller's core and ``graphed``; and a Llama-3-8B
+layer and one so small that the CPU limits the speed, both also ``graphed``.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ CORE = {"formats.py", "ops", "recipes", "autocast.py", "scaling", "tensor", "dis
 
 
 class Length(NamedTuple):
-    """How long a way through the package is."""
+    """The number of functions of the package that a call enters."""
 
     calls: int
     functions: int
     files: int
     order: tuple[str, ...] = ()
-    """``file: function`` in the order in which they are first entered, without those of ops.
+    """``file: function`` in the order of first entry, without the functions of ops.
 
-    ``CONTRIBUTING.md`` has some of these lists, and a test compares.
+    ``CONTRIBUTING.md`` has some of these lists, and a test compares them.
     """
 
 
@@ -75,7 +75,7 @@ def _length(entered: Sequence[Any]) -> Length:
 
 @contextmanager
 def count() -> Iterator[Callable[[], Length]]:
-    """Count the package's functions that are entered on this thread; yields how to ask."""
+    """Count the package's functions entered on this thread; yield a function that asks."""
     entered: list[Any] = []
 
     def note(frame: Any, event: str, _: Any) -> None:
@@ -94,7 +94,7 @@ def count() -> Iterator[Callable[[], Length]]:
 
 
 def _step(module: nn.Module, x: Tensor, recipe: Recipe | None) -> tuple[Length, Length]:
-    """Forward and backward of the third of three steps."""
+    """Count forward and backward of the third of three steps."""
     for _ in range(3):
         leaf = x.clone().requires_grad_()
         region = None if recipe is None else float8lab.autocast(recipe=recipe)
@@ -110,7 +110,7 @@ def _step(module: nn.Module, x: Tensor, recipe: Recipe | None) -> tuple[Length, 
 
 
 def walks() -> Iterator[tuple[str, Length]]:
-    """The length of each way that ``GOALS`` names."""
+    """Count each call that ``GOALS`` names."""
     x = torch.randn(32, 128)
     for name, make in RECIPES.items():
         layer = float8lab.Linear(128, 128, device="cpu")
@@ -142,7 +142,7 @@ def walks() -> Iterator[tuple[str, Length]]:
 
 
 def _sharded(x: Tensor) -> tuple[Length, Length]:
-    """Two converted layers on one rank, each gathered on its own: forward, and gathering one."""
+    """Count the forward of two converted layers, each in FSDP2 on one rank, and one all-gather."""
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=0, world_size=1)
         try:
@@ -162,14 +162,14 @@ def _sharded(x: Tensor) -> tuple[Length, Length]:
 
 
 def ops() -> tuple[int, int]:
-    """Registered ops, and how many of them are kinds of a cast."""
+    """Count the registered ops, and those among them that are kinds of a cast."""
     found: list[str] = torch._C._dispatch_get_all_op_names()
     names = {name.split("::")[1].split(".")[0] for name in found if name.startswith("float8lab::")}
     return len(names), sum(bool(_CAST.search(name)) for name in names)
 
 
 def lines() -> tuple[int, int]:
-    """Lines of the whole package, and of its core."""
+    """Count the lines of the entire package and of its core."""
     counted = {path: path.read_text().count("\n") for path in PACKAGE.rglob("*.py")}
     core = [n for path, n in counted.items() if path.relative_to(PACKAGE).parts[0] in CORE]
     return sum(counted.values()), sum(core)
@@ -189,16 +189,16 @@ GOALS: dict[str, int] = {
     "lines of the package": 28_500,
     "lines of its core": 17_000,
 }
-"""At most so many calls, ops or lines."""
+"""The most calls, ops or lines by name."""
 TIME_GOALS = {"forward": 0.8, "forward + backward": 3.2}
-"""At most so many times bfloat16's forward and backward."""
+"""The most CPU time by name, as a multiple of bfloat16's forward and backward."""
 
 
 ROUNDS = 5
 
 
 def _in_turns(calls: dict[str, Callable[[], object]], count: int = 20) -> dict[str, float]:
-    """CPU time of a call of each, us: medians of rounds in which all take turns.
+    """Measure CPU us of each call: medians of rounds in which all calls take turns.
 
     A shared host is slower in some seconds than in others, for all of them alike. ``count`` calls
     wait for nothing, so together they must not launch more than the GPU's queue holds, 1024.
@@ -218,7 +218,7 @@ def _in_turns(calls: dict[str, Callable[[], object]], count: int = 20) -> dict[s
 
 
 def _times() -> Iterator[tuple[str, float, float]]:
-    """CPU times of calls on a GPU, us, and as multiples of bfloat16's forward and backward."""
+    """Measure CPU us of calls on a GPU, also as multiples of bfloat16's forward and backward."""
     x = torch.randn(32, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def both(module: nn.Module) -> Callable[[], None]:
@@ -261,7 +261,7 @@ def _times() -> Iterator[tuple[str, float, float]]:
 
 
 def _layer_times(name: str, sizes: tuple[int, int, int]) -> Iterator[tuple[str, float, float]]:
-    """The time to issue a step of a ``TransformerLayer``."""
+    """Measure the time to issue a step of a ``TransformerLayer``."""
     block, replayed, plain = (
         float8lab.TransformerLayer(
             *sizes, num_gqa_groups=8, bias=False, normalization="RMSNorm",
@@ -298,7 +298,7 @@ def _layer_times(name: str, sizes: tuple[int, int, int]) -> Iterator[tuple[str, 
 
 
 def main() -> None:
-    """Print a table."""
+    """Print the table of all counts and times."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     rows: list[list[object]] = [
         [name, length.calls, length.functions, length.files, GOALS.get(name, "")]

@@ -1,8 +1,8 @@
-"""Other FP8 libraries, measured where they are installed: torchao and TransformerEngine.
+"""Make candidates of torchao and TransformerEngine, where these are installed.
 
-Nothing is imported before it is asked for. Each function gives the candidates of one subject, none
-where the library is not there. torchao is measured eager and, with ``--compile``, compiled;
-TransformerEngine is eager.
+A library is imported only when it is used. Each function returns the candidates of one subject, or
+none if the library is not installed. torchao is measured eager and, with ``--compile``, compiled;
+TransformerEngine is measured eager.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def installed(library: str) -> bool:
 
 
 def torchao_converted(model: nn.Module, recipe: str) -> nn.Module:
-    """A copy whose linear layers are torchao's; the model itself must not be one."""
+    """Return a copy with torchao's linear layers; the model itself must not be such a layer."""
     float8 = importlib.import_module("torchao.float8")
     config = float8.Float8LinearConfig.from_recipe_name(recipe)
     converted: nn.Module = float8.convert_to_float8_training(copy.deepcopy(model), config=config)
@@ -89,15 +89,15 @@ def _torchao(
 
 
 def te_context(recipe: str | None, **fields: Any) -> Context:
-    """TransformerEngine's autocast of one of ``TE_RECIPES``; with None it is off."""
+    """Return TransformerEngine's autocast of one of ``TE_RECIPES``; None disables it."""
     te = importlib.import_module("transformer_engine.pytorch")
-    made = None
+    te_recipe = None
     if recipe is not None:
         module = importlib.import_module("transformer_engine.common.recipe")
-        made = getattr(module, TE_RECIPES[recipe])(**fields)
+        te_recipe = getattr(module, TE_RECIPES[recipe])(**fields)
     if hasattr(te, "autocast"):
-        return partial(te.autocast, enabled=recipe is not None, recipe=made)
-    return partial(te.fp8_autocast, enabled=recipe is not None, fp8_recipe=made)
+        return partial(te.autocast, enabled=recipe is not None, recipe=te_recipe)
+    return partial(te.fp8_autocast, enabled=recipe is not None, fp8_recipe=te_recipe)
 
 
 def _te(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ def _copied(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
 def _te_candidates(
     make: Any, parameters: dict[str, str], *, bf16: bool = False
 ) -> Iterator[Candidate]:
-    """``make()`` in the autocast of each recipe; in bfloat16, too, if asked."""
+    """Iterate over ``make()`` in the autocast of each recipe and, if asked, in bfloat16."""
     if not installed("transformer_engine"):
         return
     prefixed = {name: f"module.{own}" for name, own in parameters.items()}
@@ -134,19 +134,19 @@ def _in_te_context(make: Any, recipe: str | None) -> nn.Module:
 
 
 class OtherCast(NamedTuple):
-    """A cast to e4m3 that is not ours."""
+    """A cast to e4m3 by another library."""
 
     make: Callable[[], Callable[[Tensor], Any]]
     values: Callable[[Any], Tensor]
-    """Of its result, dequantized to float32."""
+    """Returns the values of the cast's result, dequantized to float32."""
     passes: int = 1
-    """How often the input must be read."""
+    """The number of times that the input must be read."""
     written: int = 1
-    """Bytes that are written for each element."""
+    """The bytes that are written for each element."""
 
 
 def quantize_peers(device: torch.device) -> dict[str, OtherCast]:
-    """TransformerEngine's quantizers, with and without the transpose."""
+    """Return TransformerEngine's quantizers, with and without the transpose."""
     if not installed("transformer_engine"):
         return {}
 
@@ -177,7 +177,7 @@ def quantize_peers(device: torch.device) -> dict[str, OtherCast]:
 
 
 def linear_peers(plain: nn.Linear, modes: Sequence[str]) -> Iterator[Candidate]:
-    """Of a linear layer without bias."""
+    """Iterate over the candidates for a linear layer without bias."""
 
     def make() -> nn.Module:
         N, K = plain.weight.shape
@@ -189,7 +189,7 @@ def linear_peers(plain: nn.Linear, modes: Sequence[str]) -> Iterator[Candidate]:
 
 
 def norm_linear_peers(plain: PlainNormLinear, modes: Sequence[str]) -> Iterator[Candidate]:
-    """Of an RMSNorm and a linear layer without bias."""
+    """Iterate over the candidates for an RMSNorm and a linear layer without bias."""
     norm, linear = plain.norm, plain.linear
 
     def make() -> nn.Module:
@@ -204,7 +204,7 @@ def norm_linear_peers(plain: PlainNormLinear, modes: Sequence[str]) -> Iterator[
 
 
 def mlp_peers(plain: Any, modes: Sequence[str]) -> Iterator[Candidate]:
-    """Of a ``PlainMlp``."""
+    """Iterate over the candidates for a ``PlainMlp``."""
 
     def make() -> nn.Module:
         D, F = plain.fc2.weight.shape
@@ -230,14 +230,14 @@ def layer_peers(
     parameters: dict[str, str],
     fused: dict[str, str],
 ) -> Iterator[Candidate]:
-    """Of the decoder layer of ``models.plain_layer``.
+    """Iterate over the candidates for the decoder layer of ``models.plain_layer``.
 
     Args:
-        plain: that layer.
-        size: of it.
-        modes: of torchao.
-        parameters: the names of compared weights in it.
-        fused: their names in ``models.our_layer``, which has TransformerEngine's.
+        plain: the plain layer.
+        size: the size of the plain layer.
+        modes: the modes in which torchao's layers run.
+        parameters: the names of the compared weights in the plain layer.
+        fused: the names of these in ``models.our_layer``, equal to TransformerEngine's names.
     """
 
     yield from _torchao(plain, modes, parameters)
@@ -248,22 +248,22 @@ def _te_layer(plain: nn.Module, size: LayerSize) -> nn.Module:
     device = next(plain.parameters()).device
     layer = _te("TransformerLayer", **layer_arguments(size, device))
     copy_layer_weights(layer, plain)
-    # The recipe's autocast is entered around it.
+    # The recipe's autocast is entered around the module.
     return InContext(layer, nullcontext, rotary_pos_emb=rotary_angles(size, device))
 
 
 StackMaker = tuple[str, Callable[[], nn.Module], bool]
-"""A name, what makes a stack of layers, and whether these are compiled."""
+"""A name, the function that makes a stack of layers, and whether the layers are compiled."""
 
 
 def torchao_stack(plain: nn.Sequential, modes: Sequence[str]) -> Iterator[StackMaker]:
-    """Of plain decoder layers."""
+    """Iterate over torchao's stacks of plain decoder layers."""
     for candidate in _torchao(plain, modes, {}):
         yield candidate.name, candidate.make, candidate.compiled
 
 
 def te_stack(plain: nn.Sequential, size: LayerSize) -> Iterator[StackMaker]:
-    """Of decoder layers with the plain ones' weights, one autocast around them all."""
+    """Iterate over TransformerEngine's stacks with the plain weights, under one autocast."""
 
     def make() -> nn.Module:
         return nn.Sequential(*(_te_layer(layer, size) for layer in plain))
@@ -275,7 +275,7 @@ def te_stack(plain: nn.Sequential, size: LayerSize) -> Iterator[StackMaker]:
 def attention_peers(
     H: int, D: int, *, causal: bool
 ) -> Iterator[tuple[str, bool, Callable[[], nn.Module]]]:
-    """TransformerEngine's attention: a name, whether it is FP8, what makes a module of q, k, v."""
+    """Iterate over TransformerEngine's attention: its name, whether it is FP8, and its factory."""
     if not installed("transformer_engine"):
         return
     mask = "causal" if causal else "no_mask"

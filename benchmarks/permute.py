@@ -1,13 +1,12 @@
-"""Routing and permutation of a mixture of experts: time, bandwidth, share of what a copy reaches.
+"""Time routing and permutation of MoE layers, and compare their bandwidth with a copy's.
 
     python -m benchmarks.permute [--model qwen3-moe]
 
-Needs a CUDA GPU. Each op is first compared with its reference in plain PyTorch, run on the same GPU
-tensors, or on a CPU where sums have an order. The bytes are those that must move: tokens and rows
-read or written once. The floor is these bytes at the rate of a large copy; ``copy`` is a copy of
-the permuted rows. Then whole calls, which make the row map as well, and torch's own ops.
-
-T tokens, E experts, K experts of a token, H features.
+This needs a CUDA GPU. Each op is first compared with its reference in plain PyTorch, run on the
+same GPU tensors or, where the order of sums matters, on a CPU. The bytes are those that must move:
+tokens and rows, read or written once. The floor is the time of these bytes at the rate of a large
+copy; ``copy`` copies the permuted rows. Then it times entire calls, which also make the row map,
+and torch's own ops.  T tokens, E experts, K experts of a token, H features.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ __all__ = ["MODELS", "SUBJECT", "MoeShape", "cases", "main", "rows"]
 
 @dataclass(frozen=True)
 class MoeShape:
-    """Sizes of a layer."""
+    """The sizes of a layer, and how it routes."""
 
     T: int
     E: int
@@ -55,7 +54,7 @@ MODELS = {
 
 
 def cases(setting: Setting, shape: MoeShape) -> Iterator[Case]:
-    """The ops, and what they are made of in torch."""
+    """Iterate over cases of the ops and their references in torch."""
     T, E, K, H = shape.T, shape.E, shape.K, shape.H
     R, device = T * K, setting.device
     generator = setting.generator()
@@ -72,7 +71,7 @@ def cases(setting: Setting, shape: MoeShape) -> Iterator[Case]:
     codes, scales = q.qdata.view(torch.uint8), (q.scale, q.amax)
 
     scatter = partial(Case, op=ops.scatter_rows_op, reference=reference.scatter_rows)
-    # On a GPU torch adds rows up in any order.
+    # On a GPU torch adds rows in any order.
     gather = partial(Case, op=ops.gather_rows_op, reference=_on_cpu(reference.gather_rows))
     yield Case("copy", torch.clone, torch.clone, (rows,))
     yield Case("row map", ops.row_map_op, reference.row_map_of, (mask,))
@@ -93,7 +92,7 @@ def cases(setting: Setting, shape: MoeShape) -> Iterator[Case]:
     )
     how: tuple[Any, ...] = (K, shape.score_function, False, shape.groups, shape.group_topk, 1.0)
     backward = (*how[:3], 1.0, False)
-    close = {0: 45.0, 1: 45.0}  # bfloat16 may round the other way, and one of 10000 choices differ
+    close = {0: 45.0, 1: 45.0}  # bfloat16 may round differently, and 1 of 10000 choices may differ
     yield Case("route", ops.route_op, routing.route, (logits, None, *how, False), close)
     yield Case(
         "route backward",
@@ -105,17 +104,17 @@ def cases(setting: Setting, shape: MoeShape) -> Iterator[Case]:
 
 
 def _on_cpu(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The reference, where it adds up in one order, with results on the device of its tensors."""
+    """Run a reference on the CPU, which adds in one order; results return to the device."""
 
     def call(first: Tensor, *others: Any) -> Any:
-        given = tree_map_only(Tensor, Tensor.cpu, (first, *others))
-        return tree_map_only(Tensor, lambda x: x.to(first.device), reference(*given))
+        cpu_arguments = tree_map_only(Tensor, Tensor.cpu, (first, *others))
+        return tree_map_only(Tensor, lambda x: x.to(first.device), reference(*cpu_arguments))
 
     return call
 
 
 def whole_calls(setting: Setting, shape: MoeShape) -> Iterator[Case]:
-    """What a program calls, and torch's ops for the same."""
+    """Iterate over cases of the calls that programs make, and of torch's ops for the same."""
     R = shape.T * shape.K
     x = torch.randn(shape.T, shape.H, generator=setting.generator(), device=setting.device)
     x, q = x.bfloat16(), float8lab.quantize(x.bfloat16(), block=(1, 128))
@@ -150,13 +149,13 @@ def whole_calls(setting: Setting, shape: MoeShape) -> Iterator[Case]:
 
 
 def rows(setting: Setting, name: str, shape: MoeShape) -> Iterator[Row]:
-    """The ops, then whole calls."""
+    """Measure the ops, then the entire calls."""
     sizes = f"{name}: {shape.T} tokens, {shape.K} of {shape.E} experts, {shape.H} features"
-    for table, made in (
+    for table, table_cases in (
         (f"{sizes}, ops", cases(setting, shape)),
         (f"{sizes}, calls", whole_calls(setting, shape)),
     ):
-        for case in made:
+        for case in table_cases:
             run = partial(quantize.measure, setting, table, case)
             yield setting.attempt(table, case.name, run)
 

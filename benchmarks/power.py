@@ -1,12 +1,12 @@
-"""Joules of forward and backward of one Llama-3-8B decoder layer, in bfloat16 and by recipe.
+"""Measure joules of forward and backward of a Llama-3-8B layer, in bfloat16 and by recipe.
 
     python -m benchmarks.power [--batch 4] [--sequence 4096] [--seconds 5] [--rounds 3]
 
-Needs a CUDA GPU. The baseline is plain bfloat16 under ``torch.compile``; ``converted`` is the same
-layer after ``convert_to_float8``, compiled, too, and ``TransformerLayer`` is ours. A candidate with
-wrong results gets no numbers (see ``benchmarks.layer``). The others take turns: each repeats its
-step for a second until clocks and power are steady, and for ``--seconds`` more. Joules are those of
-the board, from NVML's energy counter, which is read when it moves.
+This needs a CUDA GPU. The baseline is plain bfloat16 under ``torch.compile``. ``converted`` is the
+same layer after ``convert_to_float8``, also compiled, and ``TransformerLayer`` is ours. Candidates
+with wrong results get no numbers (see ``benchmarks.layer``). All others take turns: each repeats
+its step for a second, until clocks and power are steady, and for ``--seconds`` more. Joules are
+those of the board, from NVML's energy counter, which is read when its value changes.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from benchmarks.report import Column, Row, Setting, Subject
 __all__ = ["SUBJECT", "energy_in_turns", "main", "open_counter", "rows"]
 
 Counter = Callable[[], float]
-"""Returns the joules that a GPU has taken since some moment; the value moves in ticks."""
+"""Returns the joules that a GPU has used since a fixed moment; the value changes in ticks."""
 GROUP = 4
-"""Steps between two looks at the counter."""
+"""The number of steps between two readings of the counter."""
 SETTLING = 1.0
-"""Seconds in which a candidate's clocks and power become steady."""
+"""The seconds in which a candidate's clocks and power become steady."""
 LONGEST_TICK = 10.0
-"""Seconds after which a counter that has not moved counts as broken."""
+"""The seconds after which a counter that has not changed counts as broken."""
 JOULES, MILLIJOULES, RATIO = "J a step", "mJ a token", "J / bf16"
 
 
 def nvml_counter(uuid: str) -> Counter:
-    """NVML's counter of a GPU's energy; OSError where NVML or the counter is missing."""
+    """Return NVML's counter of a GPU's energy; raise OSError if NVML or the counter is missing."""
     library, handle = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
 
     def call(name: str, *arguments: object) -> None:
@@ -63,7 +63,7 @@ def nvml_counter(uuid: str) -> Counter:
 
 
 def open_counter() -> Counter:
-    """The energy counter of the GPU that torch uses; ends the program where there is none."""
+    """Return the energy counter of torch's GPU; exit the program if there is none."""
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     try:
         return nvml_counter(str(device.uuid))
@@ -75,7 +75,7 @@ def open_counter() -> Counter:
 
 
 class Reading(NamedTuple):
-    """The counter at one of its ticks."""
+    """The time, the counter and the number of steps at a tick, or between two ticks."""
 
     seconds: float
     joules: float
@@ -83,7 +83,7 @@ class Reading(NamedTuple):
 
 
 def _measure(step: Callable[[], object], counter: Counter, seconds: float) -> Reading:
-    """What a steady step takes: the seconds, joules and steps between two ticks."""
+    """Measure steady steps: return the seconds, joules and steps between two ticks."""
     gpu = torch.cuda.is_available()
     began, steps, value = time.perf_counter(), 0, counter()
     first: Reading | None = None
@@ -109,13 +109,13 @@ def _measure(step: Callable[[], object], counter: Counter, seconds: float) -> Re
 def energy_in_turns(
     steps: Mapping[str, Callable[[], object]], *, counter: Counter, seconds: float, rounds: int
 ) -> dict[str, common.Sustained]:
-    """Milliseconds of a step, one sample a round, and watts of each candidate, in turns."""
-    found: dict[str, list[Reading]] = {name: [] for name in steps}
+    """Measure ms of a step, once each round, and watts; the candidates take turns."""
+    readings_by_name: dict[str, list[Reading]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            found[name].append(_measure(step, counter, seconds))
+            readings_by_name[name].append(_measure(step, counter, seconds))
     results = {}
-    for name, readings in found.items():
+    for name, readings in readings_by_name.items():
         timing = common.Timing(tuple(1e3 * r.seconds / r.steps for r in readings))
         watts = statistics.median(r.joules / r.seconds for r in readings)
         results[name] = common.Sustained(timing, None, watts)
@@ -123,7 +123,7 @@ def energy_in_turns(
 
 
 def candidates(setting: Setting, plain: Any, size: LayerSize) -> Iterator[Candidate]:
-    """The baseline, and by recipe the plain layer converted and ours."""
+    """Iterate over the baseline and, by recipe, the converted plain layer and our layer."""
     same, name = partial(copy.deepcopy, plain), "plain bfloat16, compile"
     yield Candidate(name, same, PLAIN, baseline=True, compiled=True)
     for name in setting.recipes:
@@ -137,7 +137,7 @@ def candidates(setting: Setting, plain: Any, size: LayerSize) -> Iterator[Candid
 def rows(
     setting: Setting, size: LayerSize, counter: Counter, *, seconds: float = 5.0, rounds: int = 3
 ) -> Iterator[Row]:
-    """All candidates on one size."""
+    """Measure all candidates on one size."""
     plain = plain_layer(size, setting.device, setting.seed)
     trial = make_trial(setting, size, plain, lambda recipe: None)
     in_turns = copy.copy(setting)

@@ -1,15 +1,15 @@
-"""A Llama of one billion parameters trained from scratch on one GPU, in bfloat16 or in FP8.
+"""Train a Llama of one billion parameters from scratch on one GPU, in bfloat16 or in FP8.
 
     python -m benchmarks.pretrain --recipe bfloat16 --minutes 30 --out out/bfloat16
     python -m benchmarks.pretrain --recipe current --minutes 30 --out out/current
     python -m benchmarks.pretrain --table out/bfloat16 out/current
 
-Needs a CUDA GPU of 80 GB; ``--tiny`` trains a small model on a CPU. A run goes on where the last
-one with the same ``--out`` ended: the batch of a step follows from the seed and the step's number,
-so that the curve is that of an uninterrupted run. (On a GPU the last digits differ between any two
-runs, since the backward of attention adds in no fixed order.) ``--minutes`` and ``--steps`` limit
-this call; the learning rate follows ``--schedule``, which all runs that are compared share, and a
-run is complete at its end.
+This needs a CUDA GPU of 80 GB; ``--tiny`` trains a small model on a CPU. A run continues where the
+last run with the same ``--out`` ended. The batch of a step depends only on the seed and the step's
+number, so the curve is that of an uninterrupted run. (On a GPU the last digits differ between any
+two runs, since the backward of attention adds in no fixed order.) ``--minutes`` and ``--steps``
+limit this call. The learning rate follows ``--schedule``, which all compared runs share, and at
+whose end a run is complete.
 
 The model is ``examples/llama.py``, its blocks compiled one by one; FP8 is one call of
 ``convert_to_float8``, which leaves the output layer in bfloat16. Parameters are bfloat16 with
@@ -41,7 +41,7 @@ import float8lab
 from benchmarks import common
 from benchmarks.recipes import RECIPES
 
-sys.path.insert(0, str(common.ROOT / "examples"))  # programs, not a package
+sys.path.insert(0, str(common.ROOT / "examples"))  # the examples are no package
 from llama import PRESETS, Llama
 from text import Text, load_text
 from train_gpt import Batches, Figure, Training
@@ -52,36 +52,36 @@ BASELINE = "bfloat16"
 CHECKPOINT, LOG, OPTIONS = "checkpoint.pt", "log.jsonl", "run.json"
 WEIGHT_DECAY, CLIP = 0.1, 1.0
 VALIDATION_BATCHES = 8
-"""Evenly spaced over the held-out text, the same at each validation."""
+"""The number of batches, evenly spaced in the held-out text and equal at each validation."""
 SMOOTHED = 100
-"""Steps of which the training loss in a table is the mean."""
+"""The number of last steps over which a table averages the training loss."""
 MOST_STEPS = 12
-"""Rows of a table of losses."""
+"""The most rows of a table of losses."""
 MAY_DIFFER = ("recipe", "seed")
-"""Options in which the runs of one table may differ."""
+"""The options in which the runs of one table may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What decides the curve of a run, and stays the same when the run goes on."""
+    """The options that determine the curve of a run and stay the same when the run continues."""
 
     recipe: str
     """``"bfloat16"`` or one of ``RECIPES``."""
     preset: str
     compile: bool
     batch: int
-    """Sequences a step."""
+    """The number of sequences in a step."""
     schedule: int
-    """Steps of the whole run."""
+    """The number of steps of the complete run."""
     learning_rate: float
     seed: int
     log_every: int
     validate_every: int
     text: str
-    """Its SHA-256."""
+    """The SHA-256 of the training text."""
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step, which counts from 0: a linear rise, then a cosine."""
+        """Return the learning rate of a step, counted from 0: a linear rise, then a cosine."""
         training = Training(
             steps=self.schedule, batch_size=self.batch, learning_rate=self.learning_rate,
             validation_windows=VALIDATION_BATCHES * self.batch,
@@ -89,16 +89,16 @@ class Setup:
         return training.rate(step)
 
     def is_due(self, step: int, every: int) -> bool:
-        """Whether something that happens after every so many steps happens after ``step``."""
+        """Whether something that happens every ``every`` steps happens after ``step``."""
         return step % every == 0 or step == self.schedule
 
 
 class Run:
-    """A model that is trained: everything that a checkpoint file holds.
+    """A model in training, with everything that a checkpoint file holds.
 
     Attributes:
-        step: how many steps it has taken, which is its place in the data, too.
-        seconds: spent in training, compilation and validation included.
+        step: the number of steps taken, which is also the position in the data.
+        seconds: the seconds spent in training, compilation and validation included.
         pending: ``[n]`` float32, the losses of steps that the log does not have yet.
     """
 
@@ -129,7 +129,7 @@ class Run:
         )
 
     def train_step(self) -> Tensor:
-        """One step; returns the loss before it, on the device."""
+        """Train for one step; return the loss before the update, on the device."""
         generator = torch.Generator().manual_seed((self.setup.seed << 32) + self.step)
         last = len(self.training.text) - self.training.context
         starts = torch.randint(last, (self.setup.batch,), generator=generator)
@@ -145,7 +145,7 @@ class Run:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss on held-out text; ``eval`` leaves the state of delayed scaling as it is."""
+        """Return the mean held-out loss; ``eval`` leaves the state of delayed scaling unchanged."""
         self.model.eval()
         windows = self.held_out.spread(VALIDATION_BATCHES * self.setup.batch, self.setup.batch)
         losses = [self.model(*batch).double() for batch in windows]
@@ -153,7 +153,7 @@ class Run:
         return torch.stack(losses).mean().item()
 
     def save(self, path: Path) -> None:
-        """Write the checkpoint file; a run that is killed while it writes keeps the older one."""
+        """Write the checkpoint file; a run that is killed while writing keeps the older file."""
         state = {
             "step": self.step,
             "tokens": self.step * self.tokens_a_step,
@@ -167,7 +167,7 @@ class Run:
         os.replace(path.with_suffix(".tmp"), path)
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint file of the same ``Setup``."""
+        """Continue from a checkpoint file of the same ``Setup``."""
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         self.step, self.seconds = state["step"], state["seconds"]
         self.pending = state["pending"].to(self.device)
@@ -177,7 +177,7 @@ class Run:
 
 
 def open_folder(folder: Path, setup: Setup) -> Path | None:
-    """Make the folder of a run, or check that its run can go on; returns its checkpoint file."""
+    """Make a run's folder, or check that its run can continue; return its checkpoint file."""
     options, log, checkpoint = (folder / name for name in (OPTIONS, LOG, CHECKPOINT))
     for name, value in json.loads(options.read_text()).items() if options.exists() else ():
         if value != getattr(setup, name):
@@ -198,7 +198,7 @@ def open_folder(folder: Path, setup: Setup) -> Path | None:
 
 
 def forget_lines_after(step: int, log: Path) -> None:
-    """Drop what a run logged between its last checkpoint file and its death."""
+    """Drop the lines that a killed run logged after its last checkpoint file."""
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
     log.with_suffix(".tmp").write_text("".join(x for x in lines if json.loads(x)["step"] <= step))
     os.replace(log.with_suffix(".tmp"), log)
@@ -213,15 +213,15 @@ def train(
     steps: int | None = None,
     checkpoint_minutes: float | None = None,
 ) -> None:
-    """Train for so long or so many steps, at most to the schedule's end, and log.
+    """Train for some minutes or steps, at most to the end of the schedule, and log.
 
     Args:
-        run: goes on where it is.
-        folder: of its log and its checkpoint file.
-        facts: device and commit, which stand in each line.
-        minutes: of this call, compilation and validation included.
-        steps: of this call.
-        checkpoint_minutes: between two checkpoint files, the last one at the end; None writes none.
+        run: the run to continue from its present step.
+        folder: the folder of the log and the checkpoint file.
+        facts: the device and the commit, which are written in each line.
+        minutes: the most minutes of this call, compilation and validation included.
+        steps: the most steps of this call.
+        checkpoint_minutes: minutes between checkpoint files, the last at the end; None writes none.
     """
     setup, cuda = run.setup, run.device.type == "cuda"
     earlier, began = run.seconds, time.perf_counter()
@@ -263,7 +263,7 @@ def train(
 
 @dataclass(frozen=True)
 class Log:
-    """What the folder of a run holds: its options, and the lines of its log by step."""
+    """The contents of a run's folder: its options, and the lines of its log by step."""
 
     name: str
     setup: dict[str, Any]
@@ -271,23 +271,23 @@ class Log:
 
     @property
     def rate(self) -> float:
-        """Tokens a second, the median of intervals that compile nothing; NaN if a loss is, too."""
+        """Return median tokens/s of intervals without compilation; NaN if a loss is not finite."""
         rates = [line["tokens_per_second"] for line in self.lines.values() if line["is_warm"]]
         is_finite = all(math.isfinite(line["loss"]) for line in self.lines.values())
         return statistics.median(rates) if rates and is_finite else math.nan
 
     def training(self, step: int) -> float:
-        """Mean loss of the last ``SMOOTHED`` steps."""
+        """Return the mean loss of the last ``SMOOTHED`` steps."""
         steps = [at for at in self.lines if step - SMOOTHED < at <= step]
         return statistics.fmean(self.lines[at]["loss"] for at in steps)
 
     def validation(self, step: int) -> float:
-        """Loss on held-out text after a step; NaN if it was not taken."""
+        """Return the loss on held-out text after a step; NaN if it was not measured."""
         return float(self.lines[step].get("validation_loss", math.nan))
 
 
 def read_logs(folders: Sequence[Path]) -> list[Log]:
-    """The logs of runs that may be compared, the baseline first."""
+    """Read the logs of runs that may be compared, the baseline first."""
     logs = []
     for folder in folders:
         lines = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
@@ -304,7 +304,7 @@ def read_logs(folders: Sequence[Path]) -> list[Log]:
 
 
 def shown_steps(logs: Sequence[Log]) -> list[int]:
-    """Steps that all runs have logged, evenly spaced; validated ones if there are any."""
+    """Return evenly spaced steps that all runs have logged, and validated if there are any."""
     steps = sorted(set.intersection(*(set(log.lines) for log in logs)))
     if not steps:
         sys.exit("--table must name runs with a logged step in common; these have none. Train on.")
@@ -315,7 +315,7 @@ def shown_steps(logs: Sequence[Log]) -> list[int]:
 
 
 def tabulate(logs: Sequence[Log]) -> str:
-    """Markdown: the runs, then their losses at the same steps, with the gap to the first run."""
+    """Tabulate the runs, then their losses at equal steps with the gap to the first run."""
     base, steps = logs[0], shown_steps(logs)
 
     def compared(log: Log, loss: Callable[[Log, int], float], step: int) -> str:
@@ -325,7 +325,7 @@ def tabulate(logs: Sequence[Log]) -> str:
     rows = []
     for log in logs:
         last = log.lines[max(log.lines)]
-        # Times of two kinds of GPU do not compare.
+        # Times of two kinds of GPU cannot be compared.
         is_comparable = last["device"] == base.lines[steps[0]]["device"]
         rows.append(
             [
@@ -347,7 +347,7 @@ def tabulate(logs: Sequence[Log]) -> str:
 
 
 def draw(logs: Sequence[Log], path: Path) -> None:
-    """An image of the losses of all runs, and of the training loss's gap to the first run."""
+    """Draw the losses of all runs, and the gap of the training loss to the first run."""
     figure, base = Figure(figsize=(9, 7), layout="constrained"), logs[0]
     losses, gaps = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     for log in logs:
@@ -395,7 +395,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train a run, or compare some."""
+    """Train a run, or compare several."""
     options = parse(argv)
     if options.table is not None:
         logs = read_logs(options.table)

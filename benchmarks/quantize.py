@@ -1,17 +1,17 @@
-"""The ops that cast to FP8: time, bandwidth, and share of what a plain copy reaches.
+"""Time the ops that cast to FP8, and compare their bandwidth with a plain copy's.
 
     python -m benchmarks.quantize [--model llama-8b] [--dtype bfloat16]
 
-Needs a CUDA GPU. Each op is first compared with its reference in plain PyTorch, run on the same
-GPU tensors: bytes and scales must be equal bit for bit, or no time is printed; other libraries'
-casts are compared by their values. The bytes are those
-that must move: each output written once, and each input read once, or twice where a scale depends
-on a whole column or the whole tensor and is not given. The floor is these bytes at the rate of a
-large copy. ``copy`` is a copy of this very matrix.
+This needs a CUDA GPU. Each op is first compared with its reference in plain PyTorch, run on the
+same GPU tensors: bytes and scales must be equal bit for bit, or no time is printed. Casts of other
+libraries are compared by their values. The bytes are those that must move: each output is written
+once, and each input read once, or twice where a scale depends on an entire column or tensor and is
+not given. The floor is the time of these bytes at the rate of a large copy. ``copy`` copies the
+same matrix.
 
-Then the casts of matrices that are computed on the way and never written: a norm, SwiGLU and its
-gradient. Their reference casts the values of ``value_of``, which are compared with plain PyTorch's
-by themselves, for exponentials may differ in the last bit.
+Then it times casts of matrices that are computed inside the cast and never written: a norm, SwiGLU
+and its gradient. Their reference casts the values of ``value_of``. These are compared with plain
+PyTorch's separately, since exponentials may differ in the last bit.
 
 M rows, K columns.
 """
@@ -58,36 +58,36 @@ TARGETS = {
     "quantize tensor": _CURRENT,
     "quantize pair tensor": _CURRENT,
 }
-"""Of matrices. Delayed scaling casts, block and current scaling quantize; a pair is both
-orientations."""
+"""Targets of casts of matrices. Delayed scaling casts with a known scale; block and current scaling
+quantize. A pair is both orientations."""
 
 Outputs = Tensor | tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
 class Case:
-    """An op on its inputs, and its reference."""
+    """An op with its inputs and its reference."""
 
     name: str
     op: Callable[..., Outputs]
     reference: Callable[..., Outputs]
     arguments: tuple[Any, ...]
     inexact: Mapping[int, float] = field(default_factory=dict)
-    """Outputs that are compared by SQNR instead of bit for bit, and the least of it in dB."""
+    """The least SQNR in dB by index, of outputs that are not compared bit for bit."""
     passes: int = 1
-    """How often the inputs must be read."""
+    """The number of times that the inputs must be read."""
 
     def run(self) -> Outputs:
         return self.op(*self.arguments)
 
     def bytes_moved(self, outputs: Outputs) -> int:
-        """Each input tensor ``passes`` times and each output once."""
+        """Count the bytes of each input tensor ``passes`` times and of each output once."""
         inputs = sum(t.nbytes for argument in self.arguments for t in _tensors(argument))
         return self.passes * inputs + sum(t.nbytes for t in _each(outputs))
 
 
 def _reference_cast(*arguments: Any) -> Outputs:
-    """The reference, called by position as the op is."""
+    """Call the reference with positional arguments, as the op is called."""
     named = dict(zip(("offs", "plan", "slot"), arguments[12:], strict=False))
     return reference.cast(*arguments[:12], **named)
 
@@ -98,22 +98,22 @@ def _each(outputs: Outputs) -> tuple[Tensor, ...]:
 
 
 def _tensors(argument: Any) -> Sequence[Tensor]:
-    """A tensor, or the list of those that a source is made of."""
+    """Return an argument that is a tensor or a list of tensors, as a sequence; else empty."""
     if isinstance(argument, Tensor):
         return (argument,)
     return argument if isinstance(argument, list) else ()
 
 
 SUM_FLOOR_DB = 90.0
-"""For float32 sums in another order."""
+"""The least SQNR of float32 sums in another order."""
 ROUNDING_FLOOR_DB = 60.0
-"""For bfloat16 values of which few are rounded the other way: all of them would leave 50 dB."""
+"""The least SQNR of bfloat16 values of which few are rounded differently: all would give 50."""
 VALUES_FLOOR_DB = 25.0
-"""For other libraries' casts, whose bytes may differ: e4m3 leaves 31.5 dB."""
+"""The least SQNR of other libraries' casts, whose bytes may differ: e4m3 leaves 31.5 dB."""
 
 
 def compare(case: Case) -> str | None:
-    """What differs between an op and its reference; None if nothing does."""
+    """Return what differs between an op and its reference; None if nothing differs."""
     results, right = case.op(*case.arguments), case.reference(*case.arguments)
     results = (results,) if isinstance(results, Tensor) else results
     right = (right,) if isinstance(right, Tensor) else right
@@ -137,11 +137,11 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 _SUMS = {5: SUM_FLOOR_DB}
-"""Column sums, the last of what a cast returns."""
+"""The least SQNR of the column sums, the last output of a cast."""
 
 
 def cases(x: Tensor) -> Iterable[Case]:
-    """Every cast on one matrix, after a copy."""
+    """Iterate over a copy and every cast of one matrix."""
     yield Case("copy", torch.clone, torch.clone, (x,))
     per_tensor, rule, matrix = (-1, -1), "fp32", ("", [x], x.dtype)
     cast = partial(Case, op=ops.cast_op, reference=_reference_cast, inexact=_SUMS)
@@ -180,21 +180,21 @@ def cases(x: Tensor) -> Iterable[Case]:
 
 
 def source_cases(source: ops.Prologue, fp8_dtype: torch.dtype) -> Iterable[Case]:
-    """What modules cast of a matrix that is computed on the way: both orientations, or one alone
-    where backward makes the other; of gradients also the column sums, a bias's gradient.
+    """Iterate over casts of a matrix that is computed inside the cast, as modules need them: both
+    orientations, or one if backward makes the other; for gradients also the column sums (a bias's).
     """
     computed = source[:3]
     encode = reference.factors_from_amax(source.amax(), fp8_dtype, "pow2")[1].view(1)
     last = encode, None, None, torch.full((1,), ops.NO_DATA, device=encode.device)
 
-    def of_values(prologue: str, inputs: list[Tensor], dtype: torch.dtype, *how: Any) -> Outputs:
+    def cast_values(prologue: str, inputs: list[Tensor], dtype: torch.dtype, *how: Any) -> Outputs:
         value = ops.value_of_op(prologue, inputs, dtype)
         outputs = list(_reference_cast("", [value], dtype, *how))
         if not reference.has_amax(prologue, how[1], None):
             outputs[2] = None
         return tuple(outputs)
 
-    cast = partial(Case, op=ops.cast_op, reference=of_values, inexact=_SUMS)
+    cast = partial(Case, op=ops.cast_op, reference=cast_values, inexact=_SUMS)
     yield Case("values", ops.value_of_op, reference.value_of, computed, {0: ROUNDING_FLOOR_DB})
     for sums in (False, True):
         more = " + column sums" if sums else ""
@@ -214,7 +214,7 @@ def source_cases(source: ops.Prologue, fp8_dtype: torch.dtype) -> Iterable[Case]
 def sources(
     M: int, D: int, F: int, generator: torch.Generator, dtype: torch.dtype
 ) -> Iterator[tuple[str, ops.Prologue, torch.dtype]]:
-    """Of an MLP of ``D`` features with ``F`` inside, by name, and what each is cast to."""
+    """Iterate over prologues of an MLP with ``D`` and ``F`` features: name, prologue, FP8 dtype."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=generator.device).to(dtype)
@@ -227,7 +227,7 @@ def sources(
 
 
 def measure(setting: Setting, table: str, case: Case, targets: tuple[Target, ...] = ()) -> Row:
-    """Check an op, then time it."""
+    """Check the result of an op, then time it."""
     if refusal := compare(case):
         return setting.row(table, case.name, refusal=refusal)
     return setting.row(
@@ -241,13 +241,13 @@ def measure(setting: Setting, table: str, case: Case, targets: tuple[Target, ...
 
 
 def amax_and_cast(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What one writes in plain PyTorch: e4m3 per tensor, and the decode scale."""
+    """Cast to e4m3 per tensor as in usual PyTorch code; return the data and the decode scale."""
     scale = x.abs().amax().float() / largest(E4M3)
     return (x.float() / scale).to(E4M3), scale
 
 
 def measure_other(setting: Setting, table: str, name: str, x: Tensor, other: OtherCast) -> Row:
-    """Check a cast of another library by its values, then time it."""
+    """Check the values of another library's cast, then time it."""
     gate = common.Gate({"values": x.float()}, VALUES_FLOOR_DB)
     cast = other.make()
     db = gate.measure({"values": other.values(cast(x))})
@@ -264,7 +264,7 @@ def measure_other(setting: Setting, table: str, name: str, x: Tensor, other: Oth
 
 
 def others(setting: Setting) -> dict[str, OtherCast]:
-    """Casts that are not ours."""
+    """Return the casts of other libraries."""
     found = {}
     if setting.compile:
         found["torch.compile of amax and cast"] = OtherCast(
@@ -276,7 +276,7 @@ def others(setting: Setting) -> dict[str, OtherCast]:
 
 
 def rows(setting: Setting, sizes: Sequence[tuple[int, int]], dtype: torch.dtype) -> Iterator[Row]:
-    """Every cast on every matrix, after a copy of it."""
+    """Measure a copy and every cast of each matrix."""
     generator = setting.generator()
     for M, K in sizes:
         x = torch.randn(M, K, generator=generator, device=setting.device).to(dtype)
@@ -290,7 +290,7 @@ def rows(setting: Setting, sizes: Sequence[tuple[int, int]], dtype: torch.dtype)
 
 
 def source_rows(setting: Setting, M: int, D: int, F: int, dtype: torch.dtype) -> Iterator[Row]:
-    """Every cast of every matrix that is computed on the way."""
+    """Measure every cast of each matrix that is computed inside the cast."""
     for name, source, fp8_dtype in sources(M, D, F, setting.generator(), dtype):
         table = f"{name}, {str(dtype).removeprefix('torch.')}"
         for case in source_cases(source, fp8_dtype):

@@ -15,4 +15,4 @@ RECIPES: dict[str, Callable[[], recipes.Recipe]] = {
     for name, recipe in recipes.ALL.items()
     if recipe.linear.x.element_dtype == recipe.linear.x.fp8_dtype
 }
-"""Those of FP8: recipes of 4 bits are emulated, so that their speed says nothing."""
+"""The FP8 recipes. Recipes of 4 bits are emulated, so their speed has no meaning."""

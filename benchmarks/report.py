@@ -1,8 +1,8 @@
-"""What every subject prints: rows, columns, targets, JSON lines, sections of RESULTS.md, plots.
+"""Print what every subject measures: rows, columns, targets, JSON, RESULTS.md and plots.
 
-A subject yields one ``Row`` for each candidate. A row that was refused holds no time, so that none
-can be printed. Each row is told on stderr and written to ``--json`` as soon as it is there; a table
-follows when its case is complete, so that a run that is cut short has lost little.
+A subject yields one ``Row`` for each candidate. A refused row holds no time, so that none can be
+printed. Each row is printed on stderr and written to ``--json`` as soon as it is measured. A table
+follows when its case is complete, so that an interrupted run loses little.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Target:
     bound: float
 
     def describe(self, value: float | None) -> str:
-        """The bound, and whether the value keeps it.
+        """Format the bound, and whether the value meets it.
 
         >>> Target("x floor", "<=", 1.04).describe(1.1)
         'x floor <= 1.04 missed'
@@ -66,28 +66,28 @@ class Target:
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate on one case: what was measured, or why nothing was."""
+    """The measurements of one candidate on one case, or why there are none."""
 
     case: str
-    """The table that the row is in."""
+    """The table to which the row belongs."""
     name: str
-    """Of the candidate."""
+    """The name of the candidate."""
     refusal: str | None = None
-    """Why there are no numbers; None if there are."""
+    """The reason why there are no numbers; None if there are numbers."""
     sqnr_db: dict[str, float] = field(default_factory=dict)
     ms: tuple[float, ...] = ()
-    """Samples of the time."""
+    """The samples of the time."""
     wall_ms: tuple[float, ...] = ()
     floor_ms: float | None = None
     flops: float | None = None
     bytes: float | None = None
-    """That have to be moved."""
+    """The bytes that have to be moved."""
     fp8: bool = False
-    """Whose ceiling the percentage is of: the FP8 or the bfloat16 GEMM's."""
+    """Whether the percentage is of the FP8 GEMM's ceiling, else of the bfloat16 GEMM's."""
     baseline: bool = False
-    """What the rows of its case are compared with."""
+    """Whether the other rows of the case are compared with this row."""
     values: dict[str, float] = field(default_factory=dict)
-    """What the subject has besides, by the titles of its columns."""
+    """Further values of the subject, by the titles of its columns."""
     targets: tuple[Target, ...] = ()
 
     def __post_init__(self) -> None:
@@ -96,19 +96,19 @@ class Row:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Row:
-        """The row that ``asdict`` made."""
+        """Make a row from the record that ``asdict`` made of it."""
         targets = tuple(Target(**target) for target in record["targets"])
         lists = {name: tuple(record[name]) for name in ("ms", "wall_ms")}
         return cls(**{**record, **lists, "targets": targets})
 
     @property
     def median(self) -> float | None:
-        """Of the time, in milliseconds."""
+        """The median of the time, in milliseconds."""
         return common.Timing(self.ms).median if self.ms else None
 
 
 def _rate(row: Row, amount: float | None) -> float | None:
-    """Tera of something a second."""
+    """Return the rate of an amount in 10**12 units a second."""
     return amount / row.median / 1e9 if row.median and amount else None
 
 
@@ -132,11 +132,11 @@ QUANTITIES: dict[str, Callable[[Row, Row | None], float | None]] = {
     "TFLOP/s": lambda row, base: _rate(row, row.flops),
     "TB/s": lambda row, base: _rate(row, row.bytes),
 }
-"""Numbers that follow from a row and the baseline of its case."""
+"""Quantities that are computed from a row and the baseline of its case, by name."""
 
 
 def quantity(name: str, row: Row, base: Row | None) -> float | None:
-    """One of ``QUANTITIES`` or of the row's own values."""
+    """Return one of ``QUANTITIES`` or of the row's own values."""
     if name in QUANTITIES:
         return QUANTITIES[name](row, base)
     return row.values.get(name)
@@ -149,12 +149,12 @@ class Column:
     title: str
     digits: int = 2
     cell: Callable[[Row, Row | None], str | None] | None = None
-    """None shows ``quantity(title)``."""
+    """Formats the cell; None shows ``quantity(title)``."""
     always: bool = False
-    """Shown of a refused row, too."""
+    """Whether the column is shown for refused rows, too."""
 
     def text(self, row: Row, base: Row | None) -> str:
-        """What stands in a row's cell; ``-`` for nothing."""
+        """Return the text of a row's cell; ``-`` if the cell is empty."""
         if self.cell is not None:
             return self.cell(row, base) or "-"
         value = quantity(self.title, row, base)
@@ -184,7 +184,7 @@ SPEED_UP = Column("x bf16")
 SUSTAINED = (
     Column("sustained ms", 3), Column("x bf16, sustained"), Column("MHz", 0), Column("W", 0)
 )  # fmt: skip
-"""With ``--sustained``: steps back to back, as in training, in turns with all other candidates."""
+"""Columns of ``--sustained``: consecutive steps as in training, candidates in turns."""
 TRAINING = (TIME, WALL, FLOOR, TIMES_FLOOR, SPEED_UP, *SUSTAINED)
 """The columns of a training step's times."""
 FLOPS = Column("TFLOP/s", 0)
@@ -193,12 +193,12 @@ TARGET = Column("target", cell=_describe_targets)
 
 
 def decibels(*names: str) -> Column:
-    """The column of a row's SQNR."""
+    """Make the column of the SQNR of these outputs."""
     return Column(f"{' / '.join(names)} (dB)", cell=_describe_db, always=True)
 
 
 def tabulate(columns: Sequence[Column], rows: Sequence[Row]) -> str:
-    """A markdown table of one case."""
+    """Format a markdown table of one case."""
     base = next((row for row in rows if row.baseline and row.refusal is None), None)
     lines = []
     for row in rows:
@@ -209,24 +209,24 @@ def tabulate(columns: Sequence[Column], rows: Sequence[Row]) -> str:
                 cells[index] = "-"
             cells[hidden[0]] = row.refusal
         lines.append(cells)
-    # A column that nobody uses says nothing.
+    # Columns in which all cells are empty are left out.
     used = [i for i in range(len(columns)) if any(line[i] not in ("-", "") for line in lines)]
     titles = [columns[i].title for i in used]
     return common.table(titles, [[line[i] for i in used] for line in lines])
 
 
 class Setting:
-    """On what, and how, a subject measures.
+    """The device on which a subject measures, and how it measures.
 
     Args:
-        device: where.
-        time: gives the ``Timing`` of a function's work on the device.
-        wall: gives the ``Timing`` of a function to whoever calls it.
-        floor: the machine's own rates.
+        device: the device to measure.
+        time: returns the ``Timing`` of a function's work on the device.
+        wall: returns the wall ``Timing`` of a function for its caller.
+        floor: the rates of the machine.
         recipes: names of ``RECIPES``.
         compile: measure compiled candidates, too.
-        seed: of the inputs.
-        sustained: gives, by name, what each of several steps takes as in training; or None.
+        seed: the seed of the inputs.
+        sustained: returns by name the ``Sustained`` times of several steps; None measures none.
     """
 
     def __init__(
@@ -244,24 +244,24 @@ class Setting:
         self.device, self.time, self.wall, self.floor = device, time, wall, floor
         self.sustained = sustained
         self.names: Sequence[str] = ()
-        """Parts of the names of candidates that are measured, beside the baseline; all if empty."""
+        """Substrings of the names of candidates to measure besides the baseline; all if empty."""
         self.recipes, self.compile, self.seed = tuple(recipes), compile, seed
 
     def measures(self, name: str) -> bool:
-        """Whether a candidate of this name is wanted."""
+        """Whether a candidate of this name is to be measured."""
         return not self.names or any(wanted in name for wanted in self.names)
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """Of our candidates."""
+        """Return the modes in which our candidates run."""
         return ("eager", "compile") if self.compile else ("eager",)
 
     def generator(self) -> torch.Generator:
-        """A fresh one, from the seed."""
+        """Return a new generator that starts from the seed."""
         return torch.Generator(self.device).manual_seed(self.seed)
 
     def row(self, case: str, name: str, **measured: Any) -> Row:
-        """A row, with its percentages of what this machine reaches."""
+        """Make a row, with its percentages of the rates that this machine reaches."""
         row = Row(case, name, **measured)
         if row.refusal is not None:
             return row
@@ -273,7 +273,7 @@ class Setting:
         return Row(**{**_fields(row), "values": values})
 
     def attempt(self, case: str, name: str, measure: Callable[[], Row]) -> Row:
-        """What ``measure`` returns; a row that says so if it raises. Leaves no memory behind."""
+        """Return the row of ``measure``, or a row with its error; free its memory afterwards."""
         try:
             return measure()
         except Exception as error:  # one candidate's failure must not cost the others' numbers
@@ -288,7 +288,7 @@ def _fields(row: Row) -> dict[str, Any]:
 
 
 def free() -> None:
-    """Give back what dead candidates held: memory and compiled code."""
+    """Free the memory and the compiled code of candidates that are no longer used."""
     gc.collect()
     torch._dynamo.reset()
     if torch.cuda.is_available():
@@ -297,16 +297,16 @@ def free() -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """One thing that is measured.
+    """A subject of measurements, which has a section in RESULTS.md.
 
     Attributes:
-        name: of its module.
-        title: of its section in RESULTS.md.
+        name: the name of its module.
+        title: the title of its section in RESULTS.md.
         doc: the module's docstring.
-        columns: of its tables.
-        rows: gives the rows, case by case, from a setting and the parsed options.
-        add_options: to the parser.
-        recipes: that it measures unless told.
+        columns: the columns of its tables.
+        rows: returns the rows, case by case, from a setting and the parsed options.
+        add_options: adds the subject's options to the parser.
+        recipes: the recipes that it measures by default.
         plotted: the title or quantity that its plot shows; None for the time.
     """
 
@@ -321,7 +321,7 @@ class Subject:
 
 
 def main(subject: Subject, argv: Sequence[str] | None = None) -> list[Row]:
-    """Measure a subject on the GPU; print it, and write what was asked for."""
+    """Measure a subject on the GPU, print it, and write the files that the options name."""
     parser = common.new_parser((subject.doc or "").split("\n\n")[0])
     add_options(parser)
     subject.add_options(parser)
@@ -346,7 +346,7 @@ def main(subject: Subject, argv: Sequence[str] | None = None) -> list[Row]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of all subjects that ``main`` runs."""
+    """Add the options of all subjects that ``main`` runs."""
     parser.add_argument(
         "--recipe", action="append", choices=RECIPES, help="default: those with FP8 GEMMs, or all"
     )
@@ -365,18 +365,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(
     subject: Subject, setting: Setting, options: argparse.Namespace, facts: Mapping[str, str]
 ) -> list[Row]:
-    """Run a subject: tell each row, print each case's table, write JSON and plot."""
+    """Run a subject: report each row, print each case's table, write JSON and plot."""
     facts = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **facts}
     print(describe(facts), flush=True)
 
-    def told() -> Iterator[Row]:
+    def reported_rows() -> Iterator[Row]:
         for row in subject.rows(setting, options):
             print(f"{subject.name} | {row.case} | {row.name}: {_brief(row)}", file=sys.stderr)
             common.append_json(options.json, facts, [asdict(row)])
             yield row
 
     everything = []
-    for case, rows in groupby(told(), key=lambda row: row.case):
+    for case, rows in groupby(reported_rows(), key=lambda row: row.case):
         everything += list(rows)
         table = tabulate(subject.columns, [row for row in everything if row.case == case])
         print(f"\n{case}\n\n{table}", flush=True)
@@ -388,9 +388,9 @@ def measure(
 def tell(
     subject: Subject, rows: Iterable[Row], options: argparse.Namespace, *, rank: int = 0
 ) -> bool:
-    """Print the rows that ranks measured together, and write JSON, on rank 0; whether all have one.
+    """Print the rows that ranks measured together and write JSON, on rank 0.
 
-    Rows come on all ranks, since each takes part.
+    All ranks iterate over the rows, since each takes part. Returns whether no row was refused.
     """
     facts: dict[str, str] = {}
     if rank == 0:
@@ -415,12 +415,12 @@ def _brief(row: Row) -> str:
 
 
 def describe(facts: Mapping[str, str]) -> str:
-    """The header, without what only histories need."""
+    """Format the header without the time, which only histories need."""
     return common.describe_header({k: v for k, v in facts.items() if k != "time"})
 
 
 def finish(rows: Sequence[Row]) -> None:
-    """End the program: exit status 1 if a row was refused."""
+    """End the program, with exit status 1 if a row was refused."""
     sys.exit(any(row.refusal is not None for row in rows))
 
 
@@ -428,7 +428,7 @@ def finish(rows: Sequence[Row]) -> None:
 
 
 def read_json(path: Path) -> tuple[dict[str, str], list[Row]]:
-    """Header and rows of the last run in a file of JSON lines."""
+    """Read the header and the rows of the last run in a file of JSON lines."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     facts = records[-1]["header"]
     rows = [row for r in records if r["header"] == facts for row in r["rows"]]
@@ -436,7 +436,7 @@ def read_json(path: Path) -> tuple[dict[str, str], list[Row]]:
 
 
 def render(subject: Subject, facts: Mapping[str, str], rows: Sequence[Row]) -> str:
-    """A subject's section of RESULTS.md, without its heading."""
+    """Format a subject's section of RESULTS.md without the heading."""
     parts = [describe(facts)]
     for case in dict.fromkeys(row.case for row in rows):
         table = tabulate(subject.columns, [row for row in rows if row.case == case])
@@ -445,9 +445,9 @@ def render(subject: Subject, facts: Mapping[str, str], rows: Sequence[Row]) -> s
 
 
 def replace_section(text: str, name: str, title: str, body: str) -> str:
-    """RESULTS.md with the generated part of one subject replaced, or added at the end.
+    """Replace the generated text of one subject in RESULTS.md, or add it at the end.
 
-    What stands outside of the two comments that enclose the part is written by hand and stays.
+    Text outside the two comments that enclose the generated text is written by hand and stays.
 
     >>> text = replace_section("# Results\\n", "gemm", "GEMM", "old")
     >>> text = text.replace("end benchmarks.gemm -->", "end benchmarks.gemm -->\\nA remark.")
@@ -478,7 +478,7 @@ def replace_section(text: str, name: str, title: str, body: str) -> str:
 
 
 def save_plot(subject: Subject, rows: Sequence[Row], path: Path) -> None:
-    """Bars of every candidate, case by case; a black line on each is its floor."""
+    """Plot bars of every candidate, case by case; a black line on each bar is its floor."""
     matplotlib = importlib.import_module("matplotlib")
     matplotlib.use("agg")
     plt = importlib.import_module("matplotlib.pyplot")

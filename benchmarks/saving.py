@@ -1,11 +1,11 @@
-"""What ``save`` of a recipe costs and frees: a Llama-3-8B layer, converted.
+"""Measure what a recipe's ``save`` costs and frees in a converted Llama-3-8B layer.
 
     python -m benchmarks.saving [--eager] [--recipe current ...] [--seconds 0.5] [--rounds 4]
 
-Needs a CUDA GPU. The layer is compiled, unless ``--eager`` is given. ``held`` and ``peak`` are
-those of ``benchmarks.memory``. The steps of all candidates, forward and backward, take turns;
-``x fp8`` is the time against ``save="fp8"``, and ``dB`` how close the output and the input gradient
-are to those of bfloat16.
+This needs a CUDA GPU. The layer is compiled, unless ``--eager`` is given. ``held`` and ``peak`` are
+those of ``benchmarks.memory``. The steps of all candidates, forward and backward, take turns.
+``x fp8`` is the time relative to ``save="fp8"``, and ``dB`` is the SQNR of the output and the input
+gradient against those of bfloat16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SAVES = ("fp8", "recompute")
 
 
 def candidates(layer: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The layer in bfloat16, and converted under each recipe and way to save, by name."""
+    """Iterate over the bfloat16 layer, and the layer converted for each recipe and ``save``."""
     yield "bfloat16", copy.deepcopy(layer)
     for name in names:
         for save in SAVES:
@@ -45,7 +45,7 @@ def compare(
     rounds: int,
     compiled: bool = True,
 ) -> Iterator[str]:
-    """A line for each candidate: memory, closeness, and the time of a step."""
+    """Iterate over lines for each candidate: memory, closeness and the time of a step."""
     layer = plain_layer(size, device, 0)
     data = size.input(device, torch.Generator(device).manual_seed(0))
     _, right = measure(copy.deepcopy(layer), data)
@@ -83,7 +83,7 @@ def _step_of(module: nn.Module, data: tuple[Tensor, Tensor]) -> Callable[[], obj
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+    """Measure all candidates and print the lines."""
     parser = argparse.ArgumentParser(prog="benchmarks.saving", description=__doc__)
     parser.add_argument("--recipe", action="append", choices=RECIPES, help="default: three")
     parser.add_argument("--eager", action="store_true", help="do not compile")

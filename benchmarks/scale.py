@@ -1,10 +1,10 @@
-"""Predictions of ``python -m float8lab scale`` beside every measured row of RESULTS.md.
+"""Compare predictions of ``python -m float8lab scale`` with the measured rows of RESULTS.md.
 
     python -m benchmarks.scale
 
-No GPU is needed: what is measured is read. Each row of a table that tells a time or the memory of
-a training step, a layer, or a part of it on one or two GPUs is predicted by the functions that
-predict whole meshes; a row that cannot be says why.
+No GPU is needed, since measurements are read from the file. For each row with the time or memory of
+a training step, a layer, or an op of a layer on one or two GPUs, the functions that predict entire
+meshes predict the number; for a row that cannot be predicted, the reason is given.
 """
 
 from __future__ import annotations
@@ -48,39 +48,39 @@ ROTARY = 2.4e-3 / 16384
 """Seconds for each token that the plain layer of the benchmarks takes to compute the angles of its
 rotary embedding for every element; models keep them (RESULTS.md, "Transformer layer")."""
 LINKS = Links(nvlink=205e9)
-"""As NCCL reaches them with the 64 MB that tensor parallel ranks gather (RESULTS.md, "Links between
+"""NCCL's rate for the 64 MB that tensor parallel ranks gather (RESULTS.md, "Links between
 two H200s")."""
 BY_MEMORY = ("quantize", "elementwise", "optimizer")
-"""Kinds of work that take the time of reading and writing."""
+"""The kinds of work whose time is that of reading and writing memory."""
 OTHERS = "another library's"
 NO_GEMM = "Hopper has no GEMM for it"
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One measured number, and what is predicted for it or why nothing is."""
+    """A measured number, and its prediction or the reason why there is none."""
 
     table: str
     row: str
     measured: float
-    """In ms or GB."""
+    """The measured number, in ms or GB."""
     predicted: float | None
     why_not: str = ""
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to what was measured."""
+        """The error of the prediction, relative to the measured number."""
         return 0.0 if self.predicted is None else self.predicted / self.measured - 1
 
 
 def _recipe(name: str) -> Recipe | str | None:
-    """The recipe that a row's name tells; a text where it cannot be predicted."""
+    """Return the recipe in a row's name; a text if the row cannot be predicted."""
     if name.startswith(("torchao", "TE ", "Transformer Engine")):
         return OTHERS
     if "mx" in name.lower():
         return NO_GEMM
     if "auto" in name:
-        name = "delayed"  # which it chose for every layer
+        name = "delayed"  # ``auto`` chose this recipe for every layer
     found = next((make() for key, make in RECIPES.items() if re.search(rf"\b{key}\b", name)), None)
     if found is not None and "FP8 attention" in name:
         found = replace(found, fp8_dpa=True)
@@ -88,7 +88,7 @@ def _recipe(name: str) -> Recipe | str | None:
 
 
 def _ms(table: Table, found: Seconds) -> float:
-    """Milliseconds on the GPU of a table, whose memory may not be that of the rates' GPU."""
+    """Return ms on a table's GPU, whose memory may differ from that of the rates' GPU."""
     slower = _slower(table)
     parts = (
         seconds * (slower if kind in BY_MEMORY else 1.0)
@@ -99,7 +99,7 @@ def _ms(table: Table, found: Seconds) -> float:
 
 
 def _slower(table: Table) -> float:
-    """How much longer a copy takes on the GPU of a table than on that of the rates."""
+    """Return how many times longer a copy takes on a table's GPU than on the rates' GPU."""
     copy = re.match(r"([\d.]+) TB/s", table.facts.get("copy", ""))
     return 1 / cost.moved(1e12 * float(copy[1])) if copy else 1.0
 
@@ -139,7 +139,7 @@ def _mlp(table: Table, name: str, recipe: Recipe | None, *, sustained: bool = Fa
         activation(recipe, M * F, gated=gated, fused=fused, eager=eager),
     ]
     chunks = 0.0
-    if gated and eager:  # the gate is a part of one gemm, and backward joins the gradients
+    if gated and eager:  # one GEMM computes gate and up, and backward joins the gradients
         chunks = 1e3 * cost.moved(8 * M * F)
     return _ms(table, total(parts)) + chunks * _slower(table)
 
@@ -190,7 +190,7 @@ def _tensor_parallel(table: Table, row: dict[str, str]) -> float | str:
     if isinstance(recipe, str):
         return recipe
     ranks, batch, sequence = _numbers(table.caption)[:3]
-    # What GEMMs hide, ranks wait for each other's CPU.
+    # The time that GEMMs would hide is spent waiting for the CPUs of other ranks.
     job = _job(name, sustained=True, micro=batch, sequence=sequence, links=LINKS)
     rotary = 0.0 if name.startswith("TransformerLayer") else 1e3 * ROTARY * batch * sequence / ranks
     return _ms(table, layer(SIZE, recipe, job, Mesh(tp=ranks))) + rotary
@@ -237,7 +237,7 @@ def _memory(table: Table, name: str, what: str) -> float | str:
     layers, batch, sequence = _numbers(table.caption)[:3]
     plain, half = name.startswith("plain"), "fp8_activation_input" in name
     high = "bfloat16" in name
-    recipe = None if high else RECIPES["current"]()  # all recipes keep one byte for two
+    recipe = None if high else RECIPES["current"]()  # all recipes save one byte in place of two
     job = Job(mode="compile" if "compile" in name else "eager", fused=not plain)
     bytes_kept = layers * kept(SIZE, recipe, job, half_input=half)
     if what == "peak GB":
@@ -264,7 +264,7 @@ ROWS: dict[str, tuple[str, Callable[..., float | str]]] = {
     "norm_linear": ("GPU ms (quartiles)", _norm_linear),
     "model": ("ms a step (quartiles)", _step),
 }
-"""The measured column of a section, and what predicts it."""
+"""The measured column of a section, and the function that predicts the column."""
 UNPREDICTED = {
     "Beside Transformer Engine and torchao": "repeats rows of other sections",
     "accuracy": "no time or memory",
@@ -288,7 +288,7 @@ UNPREDICTED = {
     "decode": "a step of generation; the model is of training",
     "Inspection on a GPU": "small layers, which wait for the CPU",
 }
-"""Sections of which nothing is predicted, and why."""
+"""Sections without predictions, and the reasons."""
 JOBS = {
     "train_gpt.py": "small layers, which wait for the CPU",
     "train_lightning.py": "autocast, under which norms and sums are in float32",
@@ -297,11 +297,11 @@ JOBS = {
     "generate.py": "no training",
     "export_vllm.py": "no training",
 }
-"""Programs of which nothing is predicted, and why."""
+"""Programs without predictions, and the reasons."""
 
 
 def compared(text: str) -> Iterator[Compared]:
-    """Every measured row of RESULTS.md."""
+    """Iterate over every measured row of RESULTS.md."""
     for table in tables(text):
         place = f"{table.section}: {table.caption}"
         for row in table.rows:
@@ -322,7 +322,7 @@ def _predictions(
 ) -> Iterator[tuple[float, float | str]]:
     if table.section in ROWS:
         column, predicts = ROWS[table.section]
-        if column not in row:  # the tables of tile sizes
+        if column not in row:  # this is a table of tile sizes
             yield 0.0, "no training step has it alone"
         elif (measured := _first(row[column])) is not None:
             recipe = _recipe(name)
@@ -358,7 +358,7 @@ def _first(cell: str) -> float | None:
 
 
 def _jobs(text: str) -> Iterator[Compared]:
-    """Programs, whose output RESULTS.md quotes."""
+    """Iterate over the programs whose output RESULTS.md quotes."""
     program = ""
     for line in text[text.index("## Jobs on a GPU") :].splitlines():
         if found := re.search(r"examples/(\w+\.py)", line):
@@ -379,7 +379,7 @@ def _wide(recipe: Recipe | None, what: str) -> float:
 
 
 def main() -> int:
-    """Print all rows that are predicted, and how many are not and why."""
+    """Print all predicted rows, and the numbers of unpredicted rows with the reasons."""
     found = list(compared(RESULTS.read_text()))
     predicted = [one for one in found if one.predicted is not None]
     rows: list[tuple[str, ...]] = [("table", "row", "measured", "predicted", "error %")]

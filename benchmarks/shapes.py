@@ -17,7 +17,7 @@ class LinearShape:
     N: int
 
     def gemms(self) -> dict[str, tuple[int, int, int]]:
-        """Rows, columns and contraction length of the three GEMMs of a training step."""
+        """Return rows, columns and contraction length of the three GEMMs of a training step."""
         return {
             "fprop": (self.M, self.N, self.K),
             "dgrad": (self.M, self.K, self.N),
@@ -25,11 +25,11 @@ class LinearShape:
         }
 
     def flops(self) -> int:
-        """Operations of forward and backward: each of the three GEMMs does ``2 * M * N * K``."""
+        """Count FLOPs of forward and backward: each of the three GEMMs has ``2 * M * N * K``."""
         return sum(2 * rows * columns * depth for rows, columns, depth in self.gemms().values())
 
     def describe(self) -> str:
-        """As tables name it.
+        """Return the name of this shape in tables.
 
         >>> LinearShape("up", 16, 8, 32).describe()
         'up: 16 x 8 -> 32'
@@ -58,5 +58,5 @@ MODELS = {
 
 
 def select(model: str, M: int | None = None) -> list[LinearShape]:
-    """The layers of one of ``MODELS``, on ``M`` tokens instead of their own number if given."""
+    """Return the layers of one of ``MODELS``, with ``M`` tokens if it is given."""
     return [LinearShape(s.name, M or s.M, s.K, s.N) for s in MODELS[model]]

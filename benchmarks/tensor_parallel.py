@@ -1,17 +1,16 @@
-"""A Llama-3-8B layer, tensor and sequence parallel over the GPUs of one host: forward and backward.
+"""Time forward and backward of a Llama-3-8B layer, tensor and sequence parallel on one host.
 
     torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel [--seconds 1] [--recipe delayed]
 
-The baseline is plain bfloat16 by DTensor, compiled. ``TransformerLayer`` is ours with ``tp_group``
-and ``sequence_parallel``: as it is, with ``keep_gathered``, and so in CUDA graphs. ``parallelized``
-is the plain layer after ``convert_to_float8`` and ``parallelize_module`` with our styles, compiled.
-All have the same weights, and their shards of output, input gradient and two weights' gradients,
-without the residual stream, must be those of the plain layer on one GPU, at most ``MARGIN`` dB
-farther off than the same recipe is there on one GPU.
-
-Times are sustained: all candidates take turns, all ranks the same turns, and a step's time is the
-slowest rank's. Bytes gathered are what a rank sends in the all-gathers of a step. Communication is
-exposed while it runs and nothing else does, by torch's profiler, waiting for another rank included.
+The baseline is the plain layer in bfloat16, sharded by DTensor and compiled. ``TransformerLayer``
+is ours with ``tp_group`` and ``sequence_parallel``: alone, with ``keep_gathered``, and with that in
+CUDA graphs. ``parallelized`` is the plain layer after ``convert_to_float8`` and
+``parallelize_module`` with our styles, compiled. All have the same weights. Their shards of output,
+input gradient and two weight gradients, without the residual stream, are compared with the plain
+layer on one GPU, and may be at most ``MARGIN`` dB worse than the same recipe on one GPU.
+Times are sustained: all candidates take turns, in the same order on all ranks, and a step's time is
+the slowest rank's. Bytes gathered are those that a rank sends in the all-gathers of a step.
+Communication is exposed while torch's profiler sees nothing else run, even if it only waits.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ from float8lab.recipes import Recipe
 __all__ = ["SUBJECT", "exposed_ms", "main", "rows"]
 
 BF16_DB = 30.0
-"""SQNR of bfloat16 whose sums are made in another order."""
+"""The least SQNR of bfloat16 whose sums are added in another order."""
 MARGIN = 1.0
-"""Operands are those of one GPU; sums in another order may still turn a rounding of the next."""
+"""The margin in dB: operands equal one GPU's, but another order of sums may change a rounding."""
 COMMUNICATION = re.compile("nccl|memcpy|barrier|signal", re.IGNORECASE)
-"""Names of a GPU's work that only moves data or waits for others. Layers alone copy nothing."""
+"""Matches GPU work that only moves data or waits for other ranks. Layers copy nothing else."""
 OF_MODULE = "x module"
 TARGETS: dict[str, tuple[Target, ...]] = {
     f"TransformerLayer, {name}": (
@@ -72,33 +71,33 @@ for _name in RECIPES:
 
 
 class Candidate(NamedTuple):
-    """A module on this rank, and what it must give."""
+    """A module on this rank, and the accuracy that it must have."""
 
     name: str
     make: Callable[[], nn.Module]
     by_sequence: bool
     """Whether its tensors are ``[S, B, D]``, else ``[B, S, D]``."""
     weights: tuple[str, str]
-    """Its names of the weights of the attention's output and of the MLP's."""
+    """The module's names of the weights of the attention's and the MLP's output layers."""
     floor: dict[str, float]
-    """SQNR by output that it must have."""
+    """The least SQNR of each output."""
     baseline: bool = False
     compiled: bool = False
     graphed: Recipe | None = None
-    """The recipe to record CUDA graphs under."""
+    """The recipe under which CUDA graphs are recorded; None records none."""
 
 
 # Modules
 
 
 def _plan(column: type = ColwiseParallel, row: type = RowwiseParallel) -> dict[str, Any]:
-    """Styles of the linear layers; what columns read is gathered by the norms, or by our styles."""
+    """Return styles of the linear layers; norms or our styles gather what column layers read."""
     plan: dict[str, Any] = dict.fromkeys(("q", "k", "v", "gate", "up"), column())
     return plan | dict.fromkeys(("o", "down"), row(output_layouts=Shard(1)))
 
 
 def dtensor_layer(plain: Any, mesh: DeviceMesh) -> nn.Module:
-    """The plain layer in bfloat16, as ``parallelize_module`` shards it."""
+    """Make the plain layer in bfloat16, sharded by ``parallelize_module``."""
     model = copy.deepcopy(plain)
     model.heads //= mesh.size()
     model.groups //= mesh.size()
@@ -114,7 +113,7 @@ def _gathered() -> PrepareModuleOutput:
 
 
 def float8_layer(plain: Any, recipe: Recipe, mesh: DeviceMesh) -> nn.Module:
-    """The plain layer, converted, and sharded by our styles, which gather in FP8."""
+    """Make the plain layer, converted and sharded by our styles, which gather in FP8."""
     model = copy.deepcopy(plain)
     float8lab.convert_to_float8(model, recipe, strict=True)
     model.heads //= mesh.size()
@@ -128,7 +127,7 @@ def float8_layer(plain: Any, recipe: Recipe, mesh: DeviceMesh) -> nn.Module:
 def module_layer(
     plain: Any, size: LayerSize, recipe: Recipe | None, group: Any, *, keep_gathered: bool = False
 ) -> nn.Module:
-    """``TransformerLayer`` on this rank."""
+    """Make this rank's ``TransformerLayer``."""
     made = our_layer(
         plain, size, recipe,
         tp_group=group, tp_size=dist.get_world_size(group), sequence_parallel=True,
@@ -139,13 +138,13 @@ def module_layer(
     return made
 
 
-# What is right
+# Reference results
 
 
 def _results(
     module: nn.Module, x: Tensor, dy: Tensor, weights: Sequence[str], steps: int
 ) -> dict[str, Tensor]:
-    """Output and gradients of the last of equal steps, without the residual stream."""
+    """Return output and gradients of the last equal step, without the residual stream."""
     x = x.detach().clone().requires_grad_()
     found = dict(module.named_parameters())
     for _ in range(steps):
@@ -165,7 +164,7 @@ def _own_name(names: Iterable[str], wanted: str) -> str:
 
 
 def _shard(results: dict[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
-    """A rank's part: of the sequence, and of the features that the weights take."""
+    """Return a rank's shards: of the sequence, and of the input features of the weights."""
     dims = {"y": 1, "dX": 1, "dWo": 1, "dWdown": 1}
     return {name: t.chunk(ranks, dims[name])[rank] for name, t in results.items()}
 
@@ -174,11 +173,11 @@ PLAIN = ("o.weight", "down.weight")
 OURS = ("self_attention.proj.weight", "layernorm_mlp.fc2_weight")
 
 
-# What is counted
+# Counters
 
 
 class _GatheredBytes(TorchDispatchMode):
-    """Bytes that this rank sends in all-gathers, one copy for each other rank."""
+    """Count bytes that this rank sends in all-gathers, with one copy for each other rank."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
@@ -197,18 +196,18 @@ class _GatheredBytes(TorchDispatchMode):
 
 
 def gathered_bytes(step: Callable[[], object], ranks: int) -> int:
-    """Bytes that this rank sends in the all-gathers of a step."""
+    """Count the bytes that this rank sends in the all-gathers of a step."""
     counting = _GatheredBytes(ranks)
-    with counting, torch.autograd.set_multithreading_enabled(False):  # backward, too
+    with counting, torch.autograd.set_multithreading_enabled(False):  # counts backward, too
         step()
     return counting.total
 
 
 def exposed_ms(work: Iterable[tuple[float, float, bool]]) -> float:
-    """How long there is communication and nothing else.
+    """Return for how long communication runs and nothing else.
 
     Args:
-        work: begin and end of each piece of a GPU's work, and whether it is communication.
+        work: the begin and end of each event on a GPU, and whether the event is communication.
 
     >>> exposed_ms([(0, 4, False), (3, 6, True), (7, 8, False), (7, 9, True)])
     3.0
@@ -226,7 +225,7 @@ def exposed_ms(work: Iterable[tuple[float, float, bool]]) -> float:
 
 
 def exposed_percent(step: Callable[[], object], steps: int = 4) -> float:
-    """Exposed communication of some steps, back to back, of their time."""
+    """Return the percentage of the time of consecutive steps that is exposed communication."""
     step()
     torch.cuda.synchronize()
     dist.barrier()
@@ -239,7 +238,7 @@ def exposed_percent(step: Callable[[], object], steps: int = 4) -> float:
 
 
 def _queued_ms(step: Callable[[], object]) -> float:
-    """What the CPU needs to queue a step, the least of a few."""
+    """Return the least ms that the CPU needs to queue a step, of a few measurements."""
     found = []
     for _ in range(4):
         torch.cuda.synchronize()
@@ -257,7 +256,7 @@ def _queued_ms(step: Callable[[], object]) -> float:
 def candidates(
     size: LayerSize, recipes: Sequence[str], mesh: DeviceMesh, plain: Any, data: Any
 ) -> Iterator[Candidate]:
-    """The baselines, and ours by recipe."""
+    """Iterate over the baselines, and ours by recipe."""
     group, (x, dy, right) = mesh.get_group(), data
     rank, ranks = mesh.get_local_rank(), mesh.size()
     high = dict.fromkeys(right, BF16_DB)
@@ -286,7 +285,7 @@ def candidates(
 
 
 def _largest(values: Sequence[float], device: torch.device) -> list[float]:
-    """The maximum over ranks; NaN counts as infinite."""
+    """Return the maximum over ranks; NaN counts as infinite."""
     found = torch.tensor(values, device=device, dtype=torch.float64).nan_to_num_(nan=math.inf)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     listed: list[float] = found.tolist()
@@ -294,14 +293,14 @@ def _largest(values: Sequence[float], device: torch.device) -> list[float]:
 
 
 def _agree(go: bool, device: torch.device) -> bool:
-    """The decision of rank 0, on all ranks."""
+    """Return rank 0's decision on all ranks."""
     decision = torch.tensor([int(go)], device=device)
     dist.broadcast(decision, 0)
     return bool(decision.item())
 
 
 def rows(size: LayerSize, options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """All candidates."""
+    """Measure all candidates."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh(device.type, (ranks,))
     plain = plain_layer(size, device, options.seed)
@@ -346,7 +345,7 @@ def _row(
     steps: dict[str, Callable[[], object]],
     options: argparse.Namespace,
 ) -> Row:
-    """A row without times: they come when all candidates are there."""
+    """Measure a row without times, which are measured when all candidates are ready."""
     module, device = candidate.make(), x.device
     ranks = dist.get_world_size()
     leaf = x.detach().clone().requires_grad_()
@@ -387,7 +386,7 @@ def _row(
 
 
 def _record(module: Any, x: Tensor, recipe: Recipe) -> None:
-    """Record the layer inside the autocast, where its calls will be."""
+    """Record the layer inside the autocast in which it will be called."""
     float8lab.make_graphed_callables(
         module.module, (x,), sample_kwargs=module.arguments, recipe=recipe
     )
@@ -396,7 +395,7 @@ def _record(module: Any, x: Tensor, recipe: Recipe) -> None:
 def _with_times(
     rows: Sequence[Row], times: dict[str, common.Sustained], device: torch.device
 ) -> Iterator[Row]:
-    """Rows with the slowest rank's times, and what is relative to other rows."""
+    """Add to rows the slowest rank's times and the values relative to other rows."""
     slowest = {name: tuple(_largest(one.timing.samples, device)) for name, one in times.items()}
     base = next((row.values["gathered MB"] for row in rows if row.baseline and row.values), None)
     for row in rows:
@@ -430,7 +429,7 @@ SUBJECT = Subject(
         Column(OF_MODULE, 3),
         report.TARGET,
     ),
-    lambda setting, options: (),  # by torchrun only: see main
+    lambda setting, options: (),  # it runs by torchrun only: see main
 )
 
 

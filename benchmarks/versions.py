@@ -1,13 +1,13 @@
-"""This version against an older one, in turns in one process.
+"""Compare this version's time with an older version's, in turns in one process.
 
     python -m benchmarks.versions --base FOLDER [--case experts] [--seconds 1] [--rounds 4]
 
-Needs a CUDA GPU. ``FOLDER`` holds the package of the older version, as made by
-``git archive COMMIT float8lab | tar -x -C FOLDER``. It is imported under another name beside this
-one. Each case first checks that both versions give results that are close; then they take turns,
-as in training, and the ratio of each round is printed: below 1, this version is faster. ``issue``
-is CPU time to put a step on the GPU's queue, and ``kernels`` the GPU's time in all kernels of
-a step: where the host's noise hides a difference, it tells.
+This needs a CUDA GPU. ``FOLDER`` holds the package of the older version, as made by
+``git archive COMMIT float8lab | tar -x -C FOLDER``. That package is imported under another name
+beside this version. Each case first checks that the results of both versions are close. Then both
+take turns, as in training, and the ratio of each round is printed: below 1, this version is faster.
+``issue`` is the CPU time to put a step on the GPU's queue. ``kernels`` is the GPU's time in all
+kernels of a step, which shows differences that the host's noise hides.
 
 M tokens, N out features, K in features, E experts.
 """
@@ -45,11 +45,11 @@ __all__ = ["CASES", "compare", "import_version", "main"]
 
 OLD = "float8lab_base"
 FLOOR_DB = 15.0
-"""How close the results of two versions are: a step of FP8 with other scales."""
+"""The least SQNR between two versions, whose steps in FP8 may have different scales."""
 
 
 def import_version(folder: Path, place: Path) -> ModuleType:
-    """The package of an older version, copied to ``place``, with its ops in their own namespace."""
+    """Import an older version's package, copied to ``place``, with its own namespace of ops."""
     shutil.copytree(folder / "float8lab", place / OLD)
     for path in (place / OLD).rglob("*.py"):
         path.write_text(re.sub(r"\bfloat8lab\b", OLD, path.read_text()))
@@ -58,7 +58,7 @@ def import_version(folder: Path, place: Path) -> ModuleType:
 
 
 def _recipe(package: ModuleType, name: str) -> object:
-    """The recipe of this name as a package has it."""
+    """Make the recipe of this name from the classes of a package."""
     here = RECIPES[name]()
     given = {field.name: getattr(here, field.name) for field in fields(here)}
     given = {name: value for name, value in given.items() if not isinstance(value, enum.Enum)}
@@ -75,7 +75,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 def _training_step(
     package: ModuleType, recipe: str, module: nn.Module, x: Tensor, features: int, *inputs: Tensor
 ) -> Step:
-    """Forward and backward of a module on ``x`` and further inputs, under a recipe.
+    """Return a step of a module's forward and backward on ``x`` and further inputs.
 
     Modules of all versions get the same weights.
     """
@@ -101,7 +101,7 @@ def _training_step(
 
 
 NEW = {"device": "cuda", "params_dtype": torch.bfloat16}
-"""Arguments of every module."""
+"""The arguments of every module."""
 
 
 def _linear(recipe: str, m: int, k: int, n: int, package: ModuleType) -> Step:
@@ -201,11 +201,11 @@ CASES: dict[str, Callable[[ModuleType], Step]] = {
         for recipe in ("delayed", "current", "block")
     },
 }
-"""Steps by name: of a package, a function that takes one and returns its results."""
+"""Functions by name that take a package and return a step, which returns its results."""
 
 
 def _issue_ms(steps: Mapping[str, Step]) -> dict[str, float]:
-    """CPU time to queue a step of each version, in turns: the medians."""
+    """Measure the median CPU ms to queue a step of each version; the versions take turns."""
     samples: dict[str, list[float]] = {key: [] for key in steps}
     for _ in range(40):
         for key, step in steps.items():
@@ -218,10 +218,9 @@ def _issue_ms(steps: Mapping[str, Step]) -> dict[str, float]:
 
 
 def _kernels_ms(steps: Mapping[str, Step], turns: int = 3, count: int = 6) -> dict[str, float]:
-    """GPU time in the kernels of a step of each version, in turns: the medians.
+    """Measure the median GPU ms in the kernels of a step of each version, in turns.
 
-    Of each launch the median of ``count`` steps counts, so that a step that something disturbs does
-    not.
+    For each launch we take the median of ``count`` steps, so that a disturbed step has no effect.
     """
     samples: dict[str, list[float]] = {key: [] for key in steps}
     for _ in range(turns):
@@ -233,7 +232,7 @@ def _kernels_ms(steps: Mapping[str, Step], turns: int = 3, count: int = 6) -> di
 
 
 def ms_of_one_step(events: Iterable[Any], count: int) -> float:
-    """The time in kernels of one of ``count`` equal steps; of steps that differ, their mean."""
+    """Return the kernel time of one of ``count`` equal steps; the mean if the steps differ."""
     kernels = [event for event in events if not event.name.startswith(("Memcpy", "Memset"))]
     kernels.sort(key=lambda event: event.time_range.start)
     times = [1e-3 * event.time_range.elapsed_us() for event in kernels]
@@ -244,7 +243,7 @@ def ms_of_one_step(events: Iterable[Any], count: int) -> float:
 
 
 def _sqnr_each(results: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """The lowest SQNR of any result."""
+    """Return the lowest SQNR of any result."""
     pairs = [(a, b) for a, b in zip(results, others, strict=True) if a is not None]
     return min(common.sqnr(a.float(), b.float()) for a, b in pairs if a.numel())
 
@@ -252,7 +251,7 @@ def _sqnr_each(results: Sequence[Tensor], others: Sequence[Tensor]) -> float:
 def compare(
     name: str, old: ModuleType, *, seconds: float, rounds: int, floor_db: float = FLOOR_DB
 ) -> str:
-    """A line with the ratio of this version's time to the older one's."""
+    """Return a line with the ratio of this version's time to the older version's."""
     steps = {"new": CASES[name](float8lab), "old": CASES[name](old)}
     close = _sqnr_each(steps["new"](), steps["old"]())
     if not close >= floor_db:
@@ -271,7 +270,7 @@ def compare(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+    """Measure the chosen cases and print a line for each."""
     parser = argparse.ArgumentParser(prog="benchmarks.versions", description=__doc__)
     parser.add_argument("--base", type=Path, required=True, help="folder of the older package")
     parser.add_argument("--case", action="append", help="part of a case's name; default: all")
@@ -290,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 continue
             try:
                 line = compare(name, old, seconds=options.seconds, rounds=options.rounds)
-            except RuntimeError as error:  # of a GPU that lacks memory or a kernel
+            except RuntimeError as error:  # the GPU lacks memory or a kernel
                 line = f"{name:32} failed: {error!r}"
             print(line, flush=True)
             torch.cuda.empty_cache()

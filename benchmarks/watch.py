@@ -1,10 +1,10 @@
-"""What ``float8lab.inspect.watch`` costs a training step of a GPT.
+"""Measure what ``float8lab.inspect.watch`` costs a training step of a GPT.
 
     python -m benchmarks.watch                  50 million parameters, on a GPU if there is one
     python -m benchmarks.watch --device cpu
 
-Steps without a watch, with one that is between two watched steps, and watched ones take turns; the
-fastest of each is shown, and on a GPU the peak of memory; then what ``every=100`` costs.
+Three kinds of steps take turns: without a watch, between two watched steps, and watched. The
+program prints the fastest of each kind, on a GPU the peak memory, and the cost of ``every=100``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RECIPES = {
 
 
 class GPT(nn.Module):
-    """Bytes, ``TransformerLayer``s and an output projection in FP8; ``[S, B]`` tokens."""
+    """A GPT of bytes with ``TransformerLayer``s and output projection in FP8; ``[S, B]`` tokens."""
 
     def __init__(self, layers: int, dim: int, device: torch.device) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class GPT(nn.Module):
         self.head = float8lab.LayerNormLinear(dim, 256, device=device)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``[S, B, 256]`` logits."""
+        """Return ``[S, B, 256]`` logits."""
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -54,7 +54,7 @@ class GPT(nn.Module):
 def measure(
     model: GPT, *, context: int, batch: int, recipe: str, repeats: int
 ) -> dict[str, tuple[float, float]]:
-    """Seconds and peak bytes of a step: ``"off"``, ``"between"`` and ``"watched"``."""
+    """Measure seconds and peak bytes of a step: ``"off"``, ``"between"`` and ``"watched"``."""
     device = model.embed.weight.device
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = torch.randint(256, (context + 1, batch), device=device)
@@ -82,7 +82,7 @@ def measure(
             watching = float8lab.inspect.watch(model, every=every)
             with nullcontext() if name == "off" else watching as w:
                 if w is not None and name == "between":
-                    w.step()  # the first step would be watched: an empty one
+                    w.step()  # the first step is watched, so we make it an empty step
                 if device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(device)
                 seconds = step(w)
@@ -96,7 +96,7 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+    """Measure all kinds of steps and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.watch", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--recipe", choices=RECIPES, default="current")
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         memory = f"{peak / 2**20:.0f}" if peak else "-"
         ratio = seconds / found["off"][0]
         print(f"{name:<10} {1e3 * seconds:>9.1f} {ratio:>7.2f} {memory:>9}")
-    slower = found["watched"][0] / found["off"][0] - 1  # of 100 steps one is watched
+    slower = found["watched"][0] / found["off"][0] - 1  # one step in 100 is watched
     print(f"every=100  training takes {slower:.1f} % longer")
 
 

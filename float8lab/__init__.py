@@ -76,7 +76,7 @@ __all__ = [
 ]  # fmt: skip
 
 _LAZY = {"selfcheck": "float8lab.inspect.selfcheck"}
-"""Names that few programs use, with the module from which each is loaded on its first use."""
+"""Names that few programs use, each with the module that its first use loads."""
 
 
 def __getattr__(name: str) -> Any:

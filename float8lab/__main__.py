@@ -1,4 +1,4 @@
-"""Commands for FP8 on this machine and on many, checkpoints and runs: ``float8lab COMMAND -h``."""
+"""The command line ``float8lab COMMAND -h``: checks, checkpoints, runs and predicted steps."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _DESCRIPTION = "FP8 on this machine and on many GPUs, in checkpoints and in trai
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 is success; 1 means that a check failed, a
+    """Run one command and return its exit status: 0 means success; 1 that a check failed, a
     checkpoint is suspicious or two checkpoints differ; 2 that a checkpoint cannot be read.
 
     Raises:
-        SystemExit: with status 2, the arguments are not understood or torch sees no such device.
+        SystemExit: with status 2 if the arguments are wrong or torch does not see the device.
     """
     parser = argparse.ArgumentParser(prog=program_name(), description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"float8lab {package_version()}")
@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _until_closed(options: argparse.Namespace) -> int:
-    """Run a command and return its status: a signal's if it was interrupted or nothing reads its
-    output, 2 if its output cannot be written."""
+    """Run a command and return its exit status: that of a signal if the command was interrupted or
+    nothing reads its output, and 2 if its output cannot be written."""
     program = f"{program_name()} {options.command}"
     if sys.stdout is None:
         return fail(program, "standard output must be open; it is closed.")
@@ -69,7 +69,7 @@ def _until_closed(options: argparse.Namespace) -> int:
         return 130
     except ModuleNotFoundError as error:  # an optional package is missing
         return fail(program, error)
-    except OSError as error:  # from standard output: commands catch errors of checkpoints
+    except OSError as error:  # standard output raised it: commands catch errors of checkpoints
         # Buffered output is discarded, since Python would complain about it on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):

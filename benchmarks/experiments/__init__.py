@@ -1,1 +1,1 @@
-"""Kernels tried and timed that the library does not use."""
+"""Kernels that were tried and timed, and that the library does not use."""

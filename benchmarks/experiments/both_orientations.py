@@ -1,10 +1,10 @@
-"""What a cast of both orientations costs, part by part, and what did not make it faster.
+"""Measure what a cast of both orientations costs, and variants that did not make it faster.
 
     python -m benchmarks.experiments.both_orientations
 
-Needs a CUDA GPU. One cast per tensor of a bfloat16 matrix, by a kernel that can leave out the
+This needs a CUDA GPU. A kernel casts a bfloat16 matrix per tensor. The kernel can leave out the
 matrix or its transpose, write the matrix twice, and cut, order and store its tiles in other ways.
-What is written is compared with ``float8lab.ops.cast_op``'s bytes first.
+The bytes that it writes are first compared with those of ``float8lab.ops.cast_op``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 def is_right(
     what: dict[str, Any], got: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]
 ) -> bool:
-    """Whether what was written is, byte for byte, the library's."""
+    """Whether the bytes that were written equal those of the library."""
     q, q_t = (x.view(torch.uint8) for x in got)
     wanted_q, wanted_q_t = (x.view(torch.uint8) for x in wanted)
     straight, transposed = what.get("straight", 1), what.get("transposed", True)
@@ -60,14 +60,14 @@ def is_right(
 
 
 def run(M: int, K: int, samples: int) -> None:
-    """Time one size."""
+    """Time all variants on one size."""
     x = torch.randn(M, K, device="cuda").bfloat16()
     encode = torch.full((1,), 2.0**6, device="cuda")
-    given = (E4M3, (-1, -1), "encode", 0.0, 16, True, True, False, encode)
-    wanted = ops.cast_op("", [x], x.dtype, *given)[0:4:3]
+    cast_arguments = (E4M3, (-1, -1), "encode", 0.0, 16, True, True, False, encode)
+    wanted = ops.cast_op("", [x], x.dtype, *cast_arguments)[0:4:3]
     time = partial(time_device, warm_up=3, samples=samples)
     print(f"{M} x {K}: a copy {time(x.clone).median:.4f} ms", flush=True)
-    library = time(lambda: ops.cast_op("", [x], x.dtype, *given))
+    library = time(lambda: ops.cast_op("", [x], x.dtype, *cast_arguments))
     print(f"  {library.median:.4f} ms  the library's cast of both")
     for name, what in (PARTS | CHANGES).items():
         got = tuple(torch.zeros_like(q) for q in wanted)
@@ -80,7 +80,7 @@ def run(M: int, K: int, samples: int) -> None:
 
 
 def main() -> None:
-    """Time all sizes."""
+    """Time all variants on all sizes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

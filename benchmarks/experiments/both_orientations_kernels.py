@@ -1,4 +1,4 @@
-"""One cast per tensor of a bfloat16 matrix, whole or in parts.  M rows, K columns."""
+"""Cast a bfloat16 matrix per tensor, in one or both orientations.  M rows, K columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["cast"]
 
 @gluon.jit
 def _encoded(pairs, encode):
-    """First and second value of every pair, in float32, as FP8 wants them."""
+    """Return the first and second value of every pair, in float32, times the encode factor."""
     return _first(pairs, gl.bfloat16) * encode, _second(pairs, gl.bfloat16) * encode
 
 
@@ -27,7 +27,7 @@ def _cast_kernel(
     K,
     TILE_M: gl.constexpr,
     TILE_K: gl.constexpr,
-    DOWN: gl.constexpr,  # tiles below each other before the next ones to the right
+    DOWN: gl.constexpr,  # tiles in a column of tiles before the next tiles to the right
     STRAIGHT: gl.constexpr,  # how often the matrix is written
     TRANSPOSED: gl.constexpr,
     READ: gl.constexpr,
@@ -105,15 +105,15 @@ def cast(
     Args:
         x: ``[M, K]`` bfloat16, contiguous; M and K multiples of the tile.
         encode: ``[1]`` float32.
-        q: ``[M, K]``.
-        q_t: ``[K, M]``.
-        straight: how often the matrix is written as it is; the second time to ``q_t``.
-        transposed: whether its transpose is.
-        tile: rows and columns of a program.
-        warps: of a program.
-        down: tiles below each other before the next ones to the right.
-        read: eviction policy of what is read.
-        write: cache modifier of what is written.
+        q: ``[M, K]`` FP8, written.
+        q_t: ``[K, M]`` FP8, written.
+        straight: how often the matrix itself is written; the second time to ``q_t``.
+        transposed: whether the transpose is written.
+        tile: the rows and columns that a program casts.
+        warps: the number of warps of a program.
+        down: the number of tiles in a column of tiles before the next tiles to the right.
+        read: the eviction policy of loads.
+        write: the cache modifier of stores.
     """
     (M, K), (rows, columns) = x.shape, tile
     if M % rows or K % columns:

@@ -1,7 +1,7 @@
-"""Gluon's GEMM beside cuBLASLt's: ``python -m benchmarks.experiments.gluon_gemm [variant ...]``.
+"""Time Gluon's GEMM and cuBLASLt's: ``python -m benchmarks.experiments.gluon_gemm [variant ...]``.
 
-Each variant is compared with float64 first, and timed only if it is right. Each runs in a process
-of its own, which is ended after ``--seconds``: a kernel that hangs takes no other with it.
+Each variant is compared with float64 first, and timed only if it is right. Each runs in its own
+process, which is ended after ``--seconds``: a kernel that hangs does not stop other variants.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         for name, changes in CHANGES.items()
     },
 }
-"""Name: mode and arguments of ``gemm``."""
+"""The mode and the arguments of ``gemm`` by the name of the variant."""
 DEFAULT = [
     *("precise", "precise-held", "precise-early", "precise-half-turns"),
     *("block", "block-held", "block-half-turns", "fast"),
@@ -54,10 +54,10 @@ SHAPES = (
     (16384, 4096, 14336),
     (4096, 14336, 16384),
 )
-"""M, N, K."""
+"""The timed sizes: M, N, K."""
 
 CHECKS = ((512, 512, 1024, 132), (640, 768, 1536, 3), (1280, 256, 512, 4))
-"""M, N, K, and how many programs share the tiles."""
+"""The checked sizes: M, N, K, and the number of programs that share the tiles."""
 
 
 def _operand(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -92,7 +92,7 @@ def _decoded(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _is_right(mode: str, arguments: dict[str, Any], dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Element by element within what the tensor cores' short sums and bfloat16 explain."""
+    """Whether each element's error is within that of the tensor cores' sums and bfloat16."""
     right = True
     for M, N, K, programs in CHECKS:
         for dtype in dtypes:
@@ -103,7 +103,7 @@ def _is_right(mode: str, arguments: dict[str, Any], dtypes: tuple[torch.dtype, .
             exact, magnitude = a @ b.t(), a.abs() @ b.abs().t()
             error = (y.double() - exact).abs()
             worst = float((error / (2**-8 * exact.abs() + 2**-11 * magnitude)).max())
-            right &= worst <= 1  # and not where it is NaN
+            right &= worst <= 1  # this is False for NaN
             theirs = _cublas(mode, *inputs)
             same = float((y == theirs).double().mean())
             print(
@@ -116,9 +116,9 @@ def _is_right(mode: str, arguments: dict[str, Any], dtypes: tuple[torch.dtype, .
 
 
 def _sustained(call: Callable[[], object], calls: int = 60) -> float:
-    """Milliseconds of a call, of many in a row: what the power limit leaves."""
+    """Measure the ms of a call among many consecutive calls, at the power limit."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for index in range(2 * calls):  # the first half to reach that limit
+    for index in range(2 * calls):  # the first half reaches the power limit
         if index == calls:
             start.record()
         call()
@@ -175,7 +175,7 @@ def _run(mode: str, arguments: dict[str, Any], options: argparse.Namespace) -> N
 
 
 def _variant(word: str) -> tuple[str, dict[str, Any]]:
-    """``precise-band8`` or ``precise,band=8,stages=3``."""
+    """Parse a variant such as ``precise-band8`` or ``precise,band=8,stages=3``."""
     name, *changes = word.split(",")
     mode, arguments = VARIANTS[name]
     changed = {key: int(value) for key, value in (change.split("=") for change in changes)}
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--no-check", action="store_true", help="of a variant that passed before")
     options = parser.parse_args()
     print("starting", flush=True)
-    _within(60, _build)  # what Triton builds once
+    _within(60, _build)  # this builds what Triton builds once
     for word in options.variants:
         print(word, flush=True)
         _within(options.seconds, _run, *_variant(word), options)
@@ -210,8 +210,8 @@ def _build() -> None:
 
 
 def _within(seconds: float, fn: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-    """Call it in a process that is ended after so many seconds."""
-    processes = multiprocessing.get_context("fork")  # of a parent that leaves CUDA alone
+    """Call a function in a process that is ended after ``seconds``."""
+    processes = multiprocessing.get_context("fork")  # the parent does not use CUDA
     child = processes.Process(target=_reported, args=(fn, args, kwargs))
     began = time.perf_counter()
     child.start()

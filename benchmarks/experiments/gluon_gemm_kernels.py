@@ -1,12 +1,12 @@
-"""``y = a @ b.T`` of FP8 matrices in Gluon on Hopper.  M rows of a, N rows of b, K contraction.
+"""Compute ``y = a @ b.T`` of FP8 matrices in Gluon on Hopper.  M rows of a, N rows of b, K columns.
 
-A program takes tiles of 128 rows and ``COLUMNS`` columns of y, one after the other. A warp loads
-128 of K at a time through a ring of buffers; two groups of four warps have 64 rows of y each.
+A program computes tiles of 128 rows and ``COLUMNS`` columns of y, one after the other. One warp
+loads 128 of K at a time through a ring of buffers; two groups of four warps compute 64 rows each.
 
-Partial sums of FP8 products have few bits in the tensor cores. "precise" adds those of every 128
-of K to sums in float32, "block" multiplies them by two scales first, "fast" leaves all of K to the
-tensor cores. 64 x 256 sums and as many partial sums are more registers than a thread has, so that
-a group multiplies 128 columns at a time: while it adds them, the other group's products run.
+Partial sums have few bits in the tensor cores. "precise" adds those of every 128 of K to sums in
+float32, "block" first multiplies them by two scales, and "fast" lets the tensor cores sum over all
+of K. 64 x 256 sums and as many partial sums need more registers than a thread has, so a group
+computes 128 columns at a time: while it adds their partial sums, the other group's GEMMs run.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from float8lab.ops.kernels.hopper_gemm import store_rows, tile_position
 __all__ = ["gemm"]
 
 GROUP_ROWS = gl.constexpr(64)
-"""Rows of a group of four warps: those of one tensor core instruction."""
+"""The rows of a group of four warps, equal to those of one tensor core instruction."""
 PART = gl.constexpr(128)
-"""Columns that a group multiplies at a time; a scale of b covers as many, and as many of K."""
+"""The columns that a group computes at a time; a scale of b covers 128 columns and 128 of K."""
 STEP = gl.constexpr(128)
-"""Of K, at a time."""
+"""The size of K in one step."""
 
 _CONSUMER_REGISTERS = 240
 _PRODUCER_REGISTERS = 24
@@ -44,7 +44,7 @@ _PRODUCER_REGISTERS = 24
 
 @gluon.jit
 def load_tiles(arguments, BAND: gl.constexpr, STAGES: gl.constexpr):
-    """The loading warp."""
+    """Load the tiles of a and b; this is the work of the loading warp."""
     a_desc, b_desc, a_tiles, b_tiles, full, empty, where = arguments
     tiles_m, tiles_n, steps, first, programs = where
     count = 0
@@ -62,7 +62,7 @@ def load_tiles(arguments, BAND: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _multiply_fast(arguments, group: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr):
-    """What a group does where the tensor cores sum over all of K."""
+    """Compute a group's rows where the tensor cores sum over all of K."""
     a_tiles, b_tiles, y_tiles, full, empty, _, where, y_desc, scale, _, _, _ = arguments
     tiles_m, tiles_n, steps, first, programs = where
     COLUMNS: gl.constexpr = b_tiles.shape[1]
@@ -99,8 +99,8 @@ def _partial(a, b_tile, part: gl.constexpr):
 @gluon.jit
 def _add(sums, part, scale, BLOCK: gl.constexpr):
     if BLOCK:
-        # As volatile assembly, because LLVM moves its own behind the next products: both parts'
-        # would be there at once, and spill.
+        # We use volatile assembly, because LLVM moves its own code behind the next instructions of
+        # the tensor cores: then the partial sums of both halves need registers at once, and spill.
         scale, _ = gl.broadcast(gl.expand_dims(scale, 1), part)
         sums = gl.inline_asm_elementwise(
             "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [part, scale, sums],
@@ -113,8 +113,8 @@ def _add(sums, part, scale, BLOCK: gl.constexpr):
 
 @gluon.jit
 def _issue(a, b, part, again, turns, group: gl.constexpr, phase: gl.constexpr, TURNS: gl.constexpr):
-    """``a @ b``, when it is this group's turn; the other's comes as this one's are issued or, with
-    ``TURNS`` 2, half done: while they end, the other's are issued, and they are not mixed."""
+    """Issue ``a @ b`` when it is this group's turn. The turn passes when all of it is issued
+    or, with ``TURNS`` 2, half done, so that the groups' instructions are not mixed."""
     if TURNS:
         mbarrier.wait(turns.index(group), phase)
     if TURNS == 2:
@@ -132,13 +132,13 @@ def _issue(a, b, part, again, turns, group: gl.constexpr, phase: gl.constexpr, T
 
 @gluon.jit
 def _rows_of(a_tile, group: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr):
-    """The group's rows of a, as ``_issue`` takes them."""
+    """Return the group's rows of a in the form that ``_issue`` takes."""
     a = a_tile.slice(GROUP_ROWS * group, GROUP_ROWS)
     if TURNS == 2:  # noqa: SIM108
         a = (a.slice(0, STEP // 2, 1), a.slice(STEP // 2, STEP // 2, 1))
     else:
         a = (a, a)
-    if HELD:  # in registers, read once for both parts
+    if HELD:  # registers hold the rows, which are read once for both halves
         PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
         LAYOUT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 4)
         a = (a[0].load(LAYOUT), a[1].load(LAYOUT))
@@ -151,7 +151,7 @@ def _multiply_parts(  # noqa: PLR0915
     BLOCK: gl.constexpr, TIED: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr,
     EARLY: gl.constexpr,
 ):  # fmt: skip
-    """What a group does with 256 columns: two parts, one after the other."""
+    """Compute a group's rows of 256 columns in two halves, one after the other."""
     (
         a_tiles,
         b_tiles,
@@ -171,7 +171,7 @@ def _multiply_parts(  # noqa: PLR0915
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
     rows = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT)) + GROUP_ROWS * group
     part = gl.zeros([GROUP_ROWS, PART], gl.float32, LAYOUT)
-    # Never, which the compiler does not know: both parts' products go to the same registers.
+    # This is never true, but the compiler does not know it: both halves share the same registers.
     again = steps < 0 if TIED else False
     if EARLY:
         mbarrier.wait(full.index(0), 0)
@@ -193,7 +193,7 @@ def _multiply_parts(  # noqa: PLR0915
             if BLOCK:
                 left_scale = a_scale * b_left
                 right_scale = a_scale * b_right
-                # The next step's arrive while the tensor cores work; after the last nobody looks.
+                # The next step's scales arrive while the tensor cores work; the last are not used.
                 ahead = gl.minimum(step + 1, steps - 1)
                 a_scale = gl.load(a_scale_ptr + (ahead * M + m * 2 * GROUP_ROWS) + rows)
                 b_left = gl.load(b_scale_ptr + (n * 2 * steps + ahead))
@@ -209,7 +209,7 @@ def _multiply_parts(  # noqa: PLR0915
             b = b_tiles.index(stage).slice(PART, PART).permute((1, 0))
             part = _issue(a, b, part, again, turns, group, 1, TURNS)
             count += 1
-            if EARLY:  # what the next step needs, or the next tile
+            if EARLY:  # wait for the operands of the next step or of the next tile
                 more = (step + 1 < steps) | (tile + programs < tiles_m * tiles_n)
                 mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1, pred=more)
                 if HELD:
@@ -230,7 +230,7 @@ def _multiply_parts(  # noqa: PLR0915
 def _multiply_two(
     arguments, group: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr
 ):
-    """What a group does with 128 columns: two steps, the second running as it adds the first's."""
+    """Compute a group's rows of 128 columns; one step runs while the step before is added."""
     a_tiles, b_tiles, y_tiles, full, empty, _, where, y_desc, scale, a_scale_ptr, b_scale_ptr, M = (
         arguments
     )
@@ -249,7 +249,7 @@ def _multiply_two(
             stage = count % STAGES
             even_scale = 0.0
             odd_scale = 0.0
-            if BLOCK:  # they arrive while the tensor cores work
+            if BLOCK:  # the scales arrive while the tensor cores work
                 even_scale = gl.load(a_scale_ptrs) * gl.load(b_ptr)
                 odd_scale = gl.load(a_scale_ptrs + M) * gl.load(b_ptr + 1)
                 a_scale_ptrs += 2 * M
@@ -279,7 +279,7 @@ def _multiply_two(
 def _gemm_kernel(
     a_desc,  # [M, K] fp8, in tiles of [128, 128]
     b_desc,  # [N, K] fp8, in tiles of [COLUMNS, 128]
-    y_desc,  # [M, N], in parts of a group
+    y_desc,  # [M, N], in tiles of a group
     a_scale_ptr,  # [1], or [M, K / 128] with stride (1, M), fp32
     b_scale_ptr,  # [1], or [N / 128, K / 128], fp32
     M, N, K,
@@ -373,25 +373,25 @@ def gemm(
     early: int = 0,
     programs: int = 132,
 ) -> Any:
-    """``[M, N]`` in bfloat16.
+    """Compute ``a @ b.T``, ``[M, N]`` in bfloat16.
 
     Args:
         a: ``[M, K]``, FP8, contiguous.
-        a_scale: Decode scale ``[1]``; ``[M, K / 128]`` with stride ``(1, M)`` where by block.
+        a_scale: the decode scale ``[1]``; for "block" ``[M, K / 128]`` with stride ``(1, M)``.
         b: ``[N, K]``, FP8, contiguous.
-        b_scale: Decode scale ``[1]``; ``[N / 128, K / 128]`` where by block.
+        b_scale: the decode scale ``[1]``; for "block" ``[N / 128, K / 128]``.
         mode: "fast", "precise" or "block".
-        columns: Of a tile.
-        stages: Of the ring of buffers.
-        band: Rows of tiles that are worked on together.
-        tied: Both parts of 256 columns go to the same registers.
-        turns: The groups issue products in turns.
-        held: Rows of a are read into registers once, not by every instruction.
-        early: A step waits for the next one's operands while its products run.
-        programs: At most; each takes every so-manieth tile.
+        columns: the columns of a tile.
+        stages: the number of buffers in the ring.
+        band: the number of rows of tiles that are computed together.
+        tied: use the same registers for both halves of 256 columns.
+        turns: let the groups issue instructions in turns.
+        held: read rows of a into registers once instead of in every instruction.
+        early: wait for the next step's operands while the instructions of a step run.
+        programs: the most programs; each computes every ``programs``-th tile.
 
     Returns:
-        The product, and the kernel as compiled.
+        The result, and the compiled kernel.
     """
     (M, K), N = a.shape, b.shape[0]
     assert b.shape[1] == K

@@ -1,1 +1,1 @@
-"""The longer commands of ``python -m float8lab``, and the functions that print their results."""
+"""The longer commands of ``python -m float8lab``, and the functions that print the results."""

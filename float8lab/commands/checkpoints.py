@@ -1,4 +1,4 @@
-"""``python -m float8lab inspect`` and ``python -m float8lab diff``."""
+"""Define the commands ``python -m float8lab inspect`` and ``python -m float8lab diff``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ their scales, so that one may be the bfloat16 source of the other. A and B are e
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add both to ``argparse``'s subparsers; ``options.run(options)`` gives the exit status."""
+    """Add both commands to the subparsers; ``options.run(options)`` returns the exit status."""
     look = commands.add_parser(
         "inspect",
         help="what a checkpoint holds, suspicious tensors first",

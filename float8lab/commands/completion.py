@@ -1,4 +1,4 @@
-"""``float8lab completion SHELL``: what a shell runs to complete the other commands."""
+"""``float8lab completion SHELL`` prints what a shell runs to complete the other commands."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from float8lab.arguments import needs
 
 __all__ = ["add_commands"]
 
-_FILES = ("PATH", "A", "B", "LOG", "OUT")  # arguments that are files
+_FILES = ("PATH", "A", "B", "LOG", "OUT")  # the metavars of arguments that are files
 
 
 def add_commands(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], parser: argparse.ArgumentParser
 ) -> None:
-    """Add it to the subparsers of ``parser``; ``options.run(options)`` gives the exit status."""
+    """Add the command to the subparsers; ``options.run(options)`` returns the exit status."""
     command = commands.add_parser(
         "completion",
         help="print what completes commands in bash, zsh or tcsh",
@@ -35,6 +35,6 @@ def _complete(
     for argument in chain.from_iterable(command._actions for command in commands.values()):
         if argument.metavar in _FILES:
             vars(argument)["complete"] = shtab.FILE
-    parser.prog = "float8lab"  # also where it was called as python -m float8lab
+    parser.prog = "float8lab"  # even if the program was called as python -m float8lab
     print(shtab.complete(parser, shell))
     return 0

@@ -1,4 +1,4 @@
-"""``float8lab report`` and ``float8lab compare``, of logs of watched training runs."""
+"""Define ``float8lab report`` and ``float8lab compare`` for logs of watched training runs."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _LOG = "a log that float8lab.inspect.watch(model, jsonl=...) wrote"
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add both to ``argparse``'s subparsers; ``options.run(options)`` gives the exit status."""
-    of_one = commands.add_parser(
+    """Add both commands to the subparsers; ``options.run(options)`` returns the exit status."""
+    single = commands.add_parser(
         "report",
         help="say whether FP8 is healthy in a training run",
         description="Say whether FP8 is healthy in a watched training run; if not, where, and what "
         "to do.",
         epilog="Exit status: 0; with --strict 1 if something was found; 2 if LOG cannot be read.",
     )
-    of_one.add_argument("log", metavar="LOG", help=_LOG)
-    of_one.add_argument("--strict", action="store_true", help="exit with 1 if something was found")
-    of_one.set_defaults(make=_report, is_bad=lambda o, result: o.strict and not result.is_healthy)
-    of_two = commands.add_parser(
+    single.add_argument("log", metavar="LOG", help=_LOG)
+    single.add_argument("--strict", action="store_true", help="exit with 1 if something was found")
+    single.set_defaults(make=_report, is_bad=lambda o, result: o.strict and not result.is_healthy)
+    pair = commands.add_parser(
         "compare",
         help="compare two training runs",
         description="Compare two watched training runs: their losses, and each operand of each "
         "layer.",
         epilog="Exit status: 0; 2 if a log cannot be read.",
     )
-    of_two.add_argument("a", metavar="A", help=_LOG)
-    of_two.add_argument("b", metavar="B", help="another one")
-    of_two.set_defaults(make=_compare)
-    for command, page in ((of_one, "the report page"), (of_two, "the report page of B beside A")):
+    pair.add_argument("a", metavar="A", help=_LOG)
+    pair.add_argument("b", metavar="B", help="another one")
+    pair.set_defaults(make=_compare)
+    for command, page in ((single, "the report page"), (pair, "the report page of B beside A")):
         command.add_argument("--html", metavar="OUT", help=f"also write {page} to OUT")
         add_output_options(command, limit=20)
 

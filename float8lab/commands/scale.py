@@ -1,4 +1,4 @@
-"""``python -m float8lab scale``."""
+"""Define the command ``python -m float8lab scale``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ layers=32,width=4096,heads=32,groups=8,ffn=14336,vocabulary=128256; or a Transfo
 file. Nothing is run."""
 
 
-_OF_JOB = ("sequence", "mode", "fused", "shard", "tp_overlap")
-"""Options that are fields of a ``Job``."""
+_JOB_FIELDS = ("sequence", "mode", "fused", "shard", "tp_overlap")
+"""The options that are fields of a ``Job``."""
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add it to ``argparse``'s subparsers; ``options.run(options)`` gives the exit status."""
+    """Add the command to the subparsers; ``options.run(options)`` returns the exit status."""
     command = commands.add_parser(
         "scale",
         help="predict steps of a model on many GPUs",
@@ -96,8 +96,8 @@ def _scale(options: argparse.Namespace) -> Scale:
     gpus = mesh.gpus if mesh is not None else options.gpus or 8
     network, nvlink = 1e9 * options.network, 1e9 * options.nvlink
     links = Links(node=options.node, nvlink=nvlink, network=network)
-    told = {name: vars(options)[name] for name in _OF_JOB}
-    job = Job(batch=options.batch or gpus, memory=1e9 * options.memory, links=links, **told)
+    job_options = {name: vars(options)[name] for name in _JOB_FIELDS}
+    job = Job(batch=options.batch or gpus, memory=1e9 * options.memory, links=links, **job_options)
     recipes = {name: RECIPES[name] for name in options.recipe or RECIPES}
     layout = {"mesh": mesh, "micro": options.micro_batch, "recompute": options.recompute}
     prediction = scale(size, gpus, recipes, job, **layout)

@@ -1,6 +1,6 @@
-"""Print tables, progress and errors to a terminal, with rich if it is installed and else plainly.
+"""Print tables, progress and errors to a terminal: with rich if it is installed, else as text.
 
-Output to a file or a pipe is plain text, in which nothing is cut off and nothing is folded.
+Output to a file or a pipe is plain text, in which nothing is cut off or folded.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _STATUS = (
     r"(?<!\b0 )\b((?P<green>passed|native)|(?P<yellow>emulated|partly native|unsupported|missing)|"
     r"(?P<red>failed|FAILED))\b(?!:)"
 )
-"""Words that rich shows in the color of their group; but not "0 failed"."""
+"""Words that rich shows in the color of their group, except in "0 failed"."""
 
 
 def program_name() -> str:
-    """The program as it was called: the console command, or ``python -m float8lab``."""
+    """Return the program as it was called: the console command or ``python -m float8lab``."""
     return "float8lab" if Path(sys.argv[0]).stem == "float8lab" else "python -m float8lab"
 
 
@@ -50,7 +50,7 @@ def show(summary: str, grids: Sequence[Grid]) -> None:
 
 
 def _fitting(grid: Grid, width: int) -> Sequence[str]:
-    """The first columns, as many as fit beside each other: rich would cut all of them short."""
+    """Return as many first columns as fit the width: rich would cut all of the columns short."""
     taken = 0
     for i, name in enumerate(grid.columns):
         taken += min(max(len(name), *(len(row[i]) for row in grid.rows)), FOLDED) + 2
@@ -60,10 +60,10 @@ def _fitting(grid: Grid, width: int) -> Sequence[str]:
 
 
 def count(text: str) -> int:
-    """A whole number from 1 on.
+    """Return a whole number of at least 1 from its text.
 
     Raises:
-        argparse.ArgumentTypeError: it is none, which a command prints as a wrong option.
+        argparse.ArgumentTypeError: the text is no such number; a command prints this error.
 
     >>> count("3")
     3
@@ -74,7 +74,7 @@ def count(text: str) -> int:
 
 
 def add_output_options(command: argparse.ArgumentParser, limit: int) -> None:
-    """Have a command run by ``present``; add the options of how that prints."""
+    """Let ``present`` run a command, and add the options that ``present`` reads."""
     rows = command.add_mutually_exclusive_group()
     text = f"rows of each table (default: {limit})"
     rows.add_argument("--limit", metavar="N", type=count, default=limit, help=text)
@@ -84,16 +84,16 @@ def add_output_options(command: argparse.ArgumentParser, limit: int) -> None:
 
 
 def present(options: argparse.Namespace) -> int:
-    """Print the result of ``options.make(options)``: JSON with all rows, or text with some of each
-    table. Its class has ``to_json``, ``summary`` and ``tables``.
+    """Print the result of ``options.make(options)``, which has ``to_json``, ``summary`` and
+    ``tables``: as JSON with all rows, or as text with some rows of each table.
 
-    Returns the exit status: 1 if there is an ``options.is_bad(options, result)`` and it is true,
-    else 0; or 2, after a one-line message, if a file cannot be read or written.
+    Returns the exit status: 1 if ``options.is_bad`` exists and ``options.is_bad(options, result)``
+    is true, else 0; or 2, after a one-line message, if a file cannot be read or written.
     """
     program = f"{program_name()} {options.command}"
     try:
         report = options.make(options)
-    except ValueError as error:  # a CheckpointError, or a wrong argument
+    except ValueError as error:  # this is a CheckpointError or a wrong argument
         return fail(program, error)
     except OSError as error:
         return fail(program, f"{error.filename}: {error.strerror}" if error.filename else error)
@@ -106,9 +106,9 @@ def present(options: argparse.Namespace) -> int:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Any]:
-    """Show a bar on standard error while the block runs, by rich and on a terminal.
-    The block is given a function of the bytes done, the bytes in all and a name; None where there
-    is no bar."""
+    """Show a bar on standard error while the block runs, if that is a terminal and rich is there.
+    Yields a function that takes the bytes done, the bytes in total and a name; None if no bar is
+    shown."""
     if (rich := _rich() if sys.stderr.isatty() else None) is None:
         yield None
         return
@@ -125,13 +125,13 @@ def progress_bar(title: str) -> Iterator[Any]:
 
 def fail(program: str, message: object) -> int:
     """Print an error as one line to standard error. Returns the exit status, 2."""
-    with suppress(OSError):  # no stream is left to tell of it
+    with suppress(OSError):  # if standard error fails, no stream is left for a message
         print(f"{program}: error: {printable(' '.join(str(message).split()))}", file=sys.stderr)
     return 2
 
 
 def _rich() -> Any:
-    """The parts of rich that are used here; None if it is not installed."""
+    """Import the modules of rich that this file uses; return None if rich is not installed."""
     try:
         import rich.console
         import rich.progress

@@ -1,4 +1,4 @@
-"""Other libraries and their checkpoint formats; none of them is imported before it is used."""
+"""Adapters for other libraries and checkpoint formats; a library is imported only when used."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 _ADAPTERS = ("accelerate", "lightning", "pytorch_lightning", "torchtitan", "transformers")
-"""Modules that import another library at their top, loaded on their first use."""
+"""Modules that import another library at their top; each is loaded on its first use."""
 
 _CHECKPOINT = {
     "exporting": ("ExportReport", "export", "export_stream"),
@@ -34,7 +34,7 @@ _CHECKPOINT = {
     "megatron": ("MegatronCheckpoint", "read_megatron"),
     "transformer_engine": ("ScalingReport", "load_te_scaling"),
 }
-"""Modules of ``checkpoint`` that few programs use, and the names that load them on first use."""
+"""Modules of ``checkpoint`` that few programs use; the first use of a name loads its module."""
 _LAZY = {name: module for module, names in _CHECKPOINT.items() for name in names}
 
 

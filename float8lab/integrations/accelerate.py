@@ -1,11 +1,11 @@
-"""Hugging Face Accelerate: ``mixed_precision="fp8"`` by this library.
+"""Run Hugging Face Accelerate's ``mixed_precision="fp8"`` with this library.
 
-Needs the extra ``transformers``; ``import float8lab`` does not load this module.
-``python -m float8lab.integrations.accelerate`` is Accelerate's command after ``enable()``.
+This module needs the extra ``transformers``; ``import float8lab`` does not load it.
+``python -m float8lab.integrations.accelerate`` runs Accelerate's command after ``enable()``.
 
-Note: Accelerate's FP8 backends are written into ``Accelerator``. So ``enable`` gives seven names of
-Accelerate's another value in this process, and ``disable`` gives each its own object back. The
-*handler* of an ``Accelerator`` that has this library as its backend says how it converts.
+Note: Accelerate's FP8 backends are written into ``Accelerator``. So ``enable`` replaces seven
+attributes of Accelerate in this process, and ``disable`` restores the original of each. If an
+``Accelerator`` has this library as its backend, its *handler* says how it converts models.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ with needs("float8lab.integrations.accelerate", "accelerate", "transformers"):
 __all__ = ["Float8RecipeKwargs", "disable", "enable"]
 
 _BACKEND = "FLOAT8LAB"
-"""``Accelerator.fp8_backend`` of one that is ours."""
+"""The value of ``Accelerator.fp8_backend`` if this library is the backend."""
 _RESTORE = "_restore_from_float8lab"
-"""The attribute of ``Accelerator`` that puts back what ``enable`` replaced."""
+"""The attribute of ``Accelerator`` whose ``close()`` restores what ``enable`` replaced."""
 
 
 @dataclass(eq=False)
 class Float8RecipeKwargs(recipe_mapping.ConversionArguments, accelerate.utils.KwargsHandler):
-    """How one ``Accelerator`` converts: an entry of its ``kwargs_handlers``, after ``enable``.
+    """Say how one ``Accelerator`` converts: pass it in ``kwargs_handlers`` after ``enable``.
 
-    The arguments are those of ``enable``, all of which it replaces.
+    The arguments are those of ``enable``; this handler replaces all of them.
 
     >>> from float8lab.integrations.accelerate import Float8RecipeKwargs
     >>> handler = Float8RecipeKwargs(recipe="auto", exclude=["lm_head"])
@@ -59,16 +59,16 @@ def enable(
     strict: bool = False,
     fp8_all_gather: bool = True,
 ) -> None:
-    """Have ``Accelerator(mixed_precision="fp8")`` of this process convert models in ``prepare``.
+    """Make ``Accelerator(mixed_precision="fp8")`` of this process convert models in ``prepare``.
 
-    Call it before the ``Accelerator`` is made; a second call replaces the arguments of the first.
-    Models are converted before they are sharded or compiled; one with recipes of its own, and one
-    for ``evaluation_mode``, is left as it is. The state of delayed scaling is in ``save_state``.
+    Call it before you create the ``Accelerator``; a second call replaces the first one's arguments.
+    Models are converted before they are sharded or compiled. A model that has recipes already, or
+    is prepared for ``evaluation_mode``, stays unchanged. ``save_state`` saves delayed scales.
 
-    The arguments are those of ``Float8Callback``, but for ``freeze_weights``. Where ``recipe`` is
-    None and a configuration file or a ``TERecipeKwargs`` asks for a backend, it is the backend's:
-    ``DelayedScaling`` or ``MXFP8BlockScaling`` for TE, ``Float8CurrentScaling`` for AO. An
-    ``Accelerator`` with other handlers of backends, such as ``AORecipeKwargs``, uses those.
+    The arguments are those of ``Float8Callback``, except ``freeze_weights``. Where ``recipe`` is
+    None and a configuration file or a ``TERecipeKwargs`` asks for a backend, the recipe is
+    ``DelayedScaling`` or ``MXFP8BlockScaling`` for TE and ``Float8CurrentScaling`` for AO. An
+    ``Accelerator`` with another backend's handler, such as ``AORecipeKwargs``, uses that handler.
 
     Raises:
         TypeError: an argument has another type; nothing is replaced.
@@ -93,7 +93,7 @@ def enable(
     replacements = [
         (accelerate.state, "is_fp8_available", lambda: True),
         (accelerate.utils.launch, "is_fp8_available", lambda: True),
-        # TERecipeKwargs asks it before it reads what a configuration file says of TE.
+        # TERecipeKwargs calls it before it reads TE's entries of a configuration file.
         (accelerate.utils.dataclasses, "is_transformer_engine_available", lambda: True),
         (Accelerator, "__init__", _init_with_handler(default)),
         (Accelerator, "fp8_backend", property(fp8_backend)),
@@ -108,9 +108,9 @@ def enable(
 
 
 def disable() -> None:
-    """Give Accelerate back all that ``enable`` replaced; without ``enable`` nothing happens.
+    """Restore everything in Accelerate that ``enable`` replaced; do nothing without ``enable``.
 
-    An ``Accelerator`` that was made in between converts no further model.
+    An ``Accelerator`` that was created before this call converts no further model.
     """
     if _RESTORE in vars(Accelerator):
         vars(Accelerator)[_RESTORE].close()
@@ -118,7 +118,7 @@ def disable() -> None:
 
 
 def _init_with_handler(default: Float8RecipeKwargs) -> Callable[..., None]:
-    """``Accelerator.__init__`` that takes a ``Float8RecipeKwargs`` in ``kwargs_handlers``."""
+    """Return an ``Accelerator.__init__`` that takes ``Float8RecipeKwargs`` in kwargs_handlers."""
     init, backend_of = Accelerator.__init__, Accelerator.fp8_backend.fget
     libraries = (accelerate.utils.AORecipeKwargs, accelerate.utils.MSAMPRecipeKwargs)
 
@@ -148,7 +148,7 @@ def _init_with_handler(default: Float8RecipeKwargs) -> Callable[..., None]:
 
 
 def _configured(accelerator: Accelerator, backend: str) -> Float8RecipeKwargs:
-    """The handler of an ``Accelerator``, with the recipe of the ``backend`` that it asks for."""
+    """Return the handler of an ``Accelerator`` with the recipe that its ``backend`` implies."""
     handler: Float8RecipeKwargs = accelerator.float8_recipe_handler
     if backend == "TE":
         te = vars(accelerator.te_recipe_handler or accelerate.utils.TERecipeKwargs())
@@ -170,7 +170,7 @@ def _configured(accelerator: Accelerator, backend: str) -> Float8RecipeKwargs:
 
 
 def _convert_first(prepare: Callable[..., object]) -> Callable[..., object]:
-    """``prepare`` or ``prepare_model`` that converts the models among its arguments."""
+    """Wrap ``prepare`` or ``prepare_model`` to convert the models among its arguments first."""
 
     @functools.wraps(prepare)
     def convert_and_prepare(self: Accelerator, *args: object, **kwargs: object) -> object:

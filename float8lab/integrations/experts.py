@@ -1,8 +1,8 @@
-"""FP8 classes of the stacked experts of Transformers and torchtitan.  E experts, T tokens.
+"""Run stacked experts of Transformers and torchtitan in FP8.  E experts, T tokens.
 
-Such a module is recognised by its attributes, without an import of its library: parameters of known
-names and shapes, and the arguments of its forward. A matrix that is stored transposed is read as a
-view.
+A module of experts is recognised without an import of its library: by the names and shapes of its
+parameters, and by the arguments of its forward. A matrix that is stored transposed is read through
+a transposed view.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GATED = {
 
 
 def _named(function: object, *, gated: bool) -> str | None:
-    """The activation of ``ACTIVATIONS`` that a library's function is."""
+    """Return the name in ``ACTIVATIONS`` of a library's function; None if it has none."""
     if isinstance(function, nn.GELU):
         activation = "gelu" if function.approximate == "tanh" else None
     else:
@@ -46,7 +46,7 @@ def _named(function: object, *, gated: bool) -> str | None:
 
 
 def _gated_by(function: Callable[[Tensor], Tensor]) -> str | Callable[[Tensor], Tensor]:
-    """``function(gate) * up`` of ``[gate, up]``."""
+    """Return the activation ``function(gate) * up`` of ``[gate, up]``, by name if it has one."""
 
     def apply(h: Tensor) -> Tensor:
         gate, up = h.chunk(2, dim=-1)
@@ -56,7 +56,7 @@ def _gated_by(function: Callable[[Tensor], Tensor]) -> str | Callable[[Tensor], 
 
 
 def _has(module: nn.Module, *names: str, ndim: int = 3) -> bool:
-    """Whether a module has parameters of these names and dimensions, parametrized or not."""
+    """Whether a module has parameters, parametrized or not, with these names and ``ndim``."""
     return all(
         isinstance(p, Tensor) and not isinstance(p, UninitializedParameter) and p.ndim == ndim
         for p in (getattr(module, name, None) for name in names)
@@ -64,13 +64,13 @@ def _has(module: nn.Module, *names: str, ndim: int = 3) -> bool:
 
 
 def _takes(module: nn.Module, *names: str) -> bool:
-    """Whether the first arguments of a module's forward are called so."""
+    """Whether the first arguments of a module's forward have these names."""
     arguments = [n for n in inspect.signature(type(module).forward).parameters if n != "self"]
     return arguments[: len(names)] == list(names)
 
 
 def _is_gate_of_gpt_oss(module: Any) -> bool:
-    """Whether ``_apply_gate`` is GPT-OSS's own, with the numbers that its models have."""
+    """Whether ``_apply_gate`` is that of GPT-OSS, with the constants of the GPT-OSS models."""
     gate = type(module)._apply_gate
     named = gate.__module__.startswith("transformers.") and gate.__qualname__.startswith("GptOss")
     numbers = getattr(module, "alpha", None), getattr(module, "limit", None)
@@ -78,12 +78,12 @@ def _is_gate_of_gpt_oss(module: Any) -> bool:
 
 
 class TransformersExperts(OtherExperts):
-    """Experts of Transformers 5: of every class decorated by ``use_experts_implementation``.
+    """Experts of Transformers 5, of every class decorated by ``use_experts_implementation``.
 
-    That decorator says how the weights lie: ``gate_up_proj`` or ``up_proj``, and ``down_proj``,
-    transposed or not, with biases or not. GPT-OSS's gate is fused with the casts; another gate of a
-    model's own runs as it is, between the two layers. ``config._experts_implementation`` is for the
-    experts that are not converted.
+    The decorator tells the layout of the weights: ``gate_up_proj`` or ``up_proj``, and
+    ``down_proj``, transposed or not, with biases or not. GPT-OSS's gate is fused with the casts;
+    any other custom gate runs unfused between the two layers. ``config._experts_implementation``
+    affects only experts that are not converted.
     """
 
     @staticmethod
@@ -117,7 +117,7 @@ class TransformersExperts(OtherExperts):
     def forward(
         self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        """Apply to each token ``[..., H]`` its experts, ``[T, K]``, and add up, times weights."""
+        """Apply its K experts ``[T, K]`` to each token ``[..., H]``; return the weighted sums."""
         if not self.has_gate:
             activation = _named(self.act_fn, gated=False) or self.act_fn
         elif type(self)._apply_gate.__name__ == "_default_apply_gate":
@@ -135,9 +135,9 @@ def _route(
     self: Any, hidden_states: Tensor, index: Tensor, weights: Tensor, layers: tuple[Layer, Layer],
     activation: str | Callable[[Tensor], Tensor], after: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Permute, run the experts, add up each token's, times its weights."""
+    """Permute tokens, run the experts, and return the weighted sum of each token's outputs."""
     x = as_matrix(plain(hidden_states))
-    x = x.to(output_dtype(x))  # before it is copied to each expert
+    x = x.to(output_dtype(x))  # cast before rows are copied to each expert
     layers = local_layers(layers)
     row_map, rows, offs = routed(index, x.shape[0], layers[0][0].shape[0])
     y = self._run_experts(x, offs, layers, activation, to_rows=(row_map, rows))
@@ -147,7 +147,7 @@ def _route(
 
 
 class LlamaExperts(OtherExperts):
-    """Llama 4's experts, each of which is given as many rows as the others."""
+    """Llama 4's experts, all of which get equal numbers of rows."""
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -168,7 +168,7 @@ class LlamaExperts(OtherExperts):
         return {"gate_up_proj": ExpertWeight("fc1", True), "down_proj": ExpertWeight("fc2", True)}
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        """Apply to each of E equal parts of the rows its expert."""
+        """Split the rows into E equal chunks and apply one expert to each chunk."""
         layers = local_layers(LlamaExperts.layers(self))
         experts, _, features = layers[0][0].shape
         x = plain(hidden_states).reshape(-1, features)
@@ -177,7 +177,7 @@ class LlamaExperts(OtherExperts):
 
 
 class DbrxExperts(OtherExperts):
-    """DBRX's experts, whose weights lie in a module below as matrices of all experts."""
+    """DBRX's experts, whose submodule ``mlp`` has one matrix for all experts of each layer."""
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
@@ -211,7 +211,7 @@ class DbrxExperts(OtherExperts):
     def forward(
         self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        """Apply to each token ``[B, S, H]`` its experts, ``[T, K]``, and add up, times weights."""
+        """Apply its K experts ``[T, K]`` to each token ``[B, S, H]``; return the weighted sums."""
         layers = DbrxExperts.layers(self)
         activation = _gated_by(self.mlp.activation_fn)
         return _route(self, hidden_states, top_k_index, top_k_weights, layers, activation)
@@ -221,7 +221,7 @@ _W = ("w1", "w2", "w3")
 
 
 class TitanExperts(OtherExperts):
-    """torchtitan's ``GroupedExperts`` of versions that have no method for one grouped GEMM."""
+    """torchtitan's ``GroupedExperts``, in versions without the method ``_grouped_mm``."""
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
@@ -244,7 +244,7 @@ class TitanExperts(OtherExperts):
         return [(E, 2 * F, D), (E, D, F)]
 
     def forward(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """Apply to each row, ``[M, D]``, its expert, of which each has as many rows as it says."""
+        """Apply to each row of ``[M, D]`` its expert; each expert has a given number of rows."""
         offs = num_tokens_per_expert.to(device=x.device, dtype=torch.int64).cumsum(0)
         layers = local_layers(TitanExperts.layers(self))
         y: Tensor = self._run_experts(plain(x), offs, layers, "swiglu")
@@ -257,9 +257,9 @@ def _names_of_titan(module: nn.Module) -> tuple[str, ...] | None:
 
 
 class TitanGroupedMM(OtherExperts):
-    """torchtitan's ``GroupedExperts``, whose ``_grouped_mm`` alone is replaced.
+    """torchtitan's ``GroupedExperts``, in which only the method ``_grouped_mm`` is replaced.
 
-    Its code around the three GEMMs, and between them, stays. They run in the order w1, w3, w2.
+    Its own code around and between the three GEMMs still runs. Their order is w1, w3, w2.
     """
 
     replaces = ("forward", "_grouped_mm")
@@ -282,7 +282,7 @@ class TitanGroupedMM(OtherExperts):
         return None
 
     def forward(self: Any, *args: object, **kwargs: object) -> Tensor:
-        """Run the experts, with the arguments of the original."""
+        """Run the forward of the original class with the same arguments."""
         self._gemms_begun = 0
         return self.original.forward(self, *args, **kwargs)
 
@@ -290,7 +290,7 @@ class TitanGroupedMM(OtherExperts):
         self: Any, A: Tensor, B_t: Tensor | None = None, offs: Tensor | None = None, *,
         weight_EOI: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """``A @ B_t[e]``, or ``A @ weight_EOI[e].T``, for the rows of each expert."""
+        """Return ``A @ B_t[e]``, or ``A @ weight_EOI[e].T``, for the rows of each expert."""
         weight: Any = weight_EOI if B_t is None else B_t.mT
         precision = getattr(self, f"_fp8_{TitanGroupedMM.layer_names[self._gemms_begun % 3]}")
         self._gemms_begun += 1
@@ -303,4 +303,4 @@ class TitanGroupedMM(OtherExperts):
 
 
 EXPERTS = (TransformersExperts, LlamaExperts, DbrxExperts, TitanGroupedMM, TitanExperts)
-"""The classes of this file; ``TitanExperts`` fits what ``TitanGroupedMM`` does not."""
+"""All classes of this file; ``TitanExperts`` is for experts that ``TitanGroupedMM`` cannot fit."""

@@ -1,8 +1,8 @@
-"""Weights of Llama- and GPT-2-style models, and Megatron-LM's, as stacked ``TransformerLayer``s.
+"""Convert weights of Llama, GPT-2 and Megatron-LM models to those of ``TransformerLayer``s.
 
-State dicts are renamed, concatenated and transposed, nothing else; transformers itself is not
-needed. A key that belongs to no layer (embeddings, the last norm, the head) keeps its name and
-value.
+Entries of state dicts are renamed, concatenated and transposed, and nothing else is changed. The
+package transformers is not needed. A key that belongs to no layer (embeddings, the last norm, the
+head) keeps its name and value.
 
 >>> state = {"model.embed_tokens.weight": torch.zeros(2, 4),
 ...          "model.layers.0.self_attn.o_proj.weight": torch.ones(4, 4)}
@@ -26,7 +26,7 @@ __all__ = ["STYLES", "from_transformer_layers", "to_transformer_layers", "transf
 
 
 class _Rule(NamedTuple):
-    """Parameters of a Hugging Face layer, and ours with the same numbers, concatenated in order."""
+    """Parameters of another library's layer and ours that hold the same values, concatenated."""
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
@@ -38,7 +38,7 @@ _SPLIT = tuple(f"{_QKV}.{name}" for name in ("query", "key", "value"))
 
 
 def _pair(theirs: str, ours: str, *, transposed: bool = False) -> tuple[_Rule, _Rule]:
-    """The rules of a weight, which may be transposed, and of a bias."""
+    """Return the rules for a weight, which may be transposed, and for the bias beside it."""
     weight = _Rule((f"{theirs}weight",), (f"{ours}weight",), transposed)
     return weight, _Rule((f"{theirs}bias",), (f"{ours}bias",))
 
@@ -95,10 +95,10 @@ _MEGATRON = (
 
 class _Style(NamedTuple):
     prefix: str
-    """Prefix of a layer's keys, before its number."""
+    """The prefix of a layer's keys, before the layer's number."""
     rules: tuple[_Rule, ...]
     ignored: tuple[str, ...]
-    """Buffers that older versions saved, and that are computed now."""
+    """Buffers that older versions saved and that newer versions compute."""
 
 
 STYLES = {
@@ -106,8 +106,8 @@ STYLES = {
     "gpt2": _Style("transformer.h.", _GPT2, ("attn.bias", "attn.masked_bias")),
     "megatron": _Style("decoder.layers.", _MEGATRON, ()),
 }
-"""Known names of parameters: ``llama`` (also Mistral's, Qwen2's ...), ``gpt2``, and ``megatron``
-for Megatron-LM's own, of one rank or of all tensor-parallel ranks."""
+"""The known styles of parameter names: ``llama`` (also for Mistral, Qwen2 ...), ``gpt2``, and
+``megatron`` for Megatron-LM, whose state may be one rank's or all tensor-parallel ranks'."""
 
 
 def _opened(state: Mapping[str, Tensor], style: str, prefix: str | None) -> tuple[_Style, str]:
@@ -121,7 +121,7 @@ def _opened(state: Mapping[str, Tensor], style: str, prefix: str | None) -> tupl
 def _by_layer(
     state: Mapping[str, Tensor], prefix: str
 ) -> tuple[dict[int, dict[str, Tensor]], dict[str, Tensor]]:
-    """The parameters of each layer by their name in it, and those that belong to no layer."""
+    """Return the parameters of each layer by local name, and those that belong to no layer."""
     layers: dict[int, dict[str, Tensor]] = {}
     outside: dict[str, Tensor] = {}
     pattern = re.compile(re.escape(prefix) + r"(\d+)\.(.+)")
@@ -136,8 +136,8 @@ def _by_layer(
 def _take(
     layer: dict[str, Tensor], names: Sequence[str], new_names: Sequence[str], transposed: bool
 ) -> dict[str, Tensor]:
-    """Take parameters out of a layer, joined and split under other names; none if not there."""
-    # The new parameters are equally large, as the queries, keys and values of GPT-2 are.
+    """Take parameters out of a layer, join and split them under new names; empty if absent."""
+    # The new parameters have equal sizes, like the queries, keys and values of GPT-2.
     if names[0] not in layer:
         return {}
     joined = torch.cat([layer.pop(name) for name in names])
@@ -149,16 +149,16 @@ def _take(
 def to_transformer_layers(
     state: Mapping[str, Tensor], style: str, *, prefix: str | None = None
 ) -> dict[str, Tensor]:
-    """Turn the layers of a state dict into those of a list of ``TransformerLayer``.
+    """Convert the layers of a state dict to those of a list of ``TransformerLayer``.
 
     Args:
-        state: of the whole model, or of a part that holds layers.
+        state: the state dict of the model, or of a submodule that holds layers.
         style: a key of ``STYLES``.
-        prefix: of the layers' keys, before their number; None is the usual one of the style.
+        prefix: the prefix of the layers' keys before the number; None is the style's usual prefix.
 
     Returns:
-        ``"<number>.<parameter of TransformerLayer>"`` for each layer, and all other keys as they
-        were.
+        A state dict with ``"<number>.<parameter of TransformerLayer>"`` for each layer, and all
+        other keys unchanged.
 
     Raises:
         ValueError: an unknown style, no layers, or a parameter of a layer that has no counterpart.
@@ -185,12 +185,12 @@ def to_transformer_layers(
 def from_transformer_layers(
     state: Mapping[str, Tensor], style: str, *, prefix: str | None = None
 ) -> dict[str, Tensor]:
-    """The inverse of ``to_transformer_layers``.
+    """Convert back what ``to_transformer_layers`` returns.
 
     Args:
-        state: as that returns it.
+        state: a state dict as ``to_transformer_layers`` returns it.
         style: a key of ``STYLES``.
-        prefix: of the layers' keys in the result, before their number; None is the usual one.
+        prefix: of the layers' keys in the result, before the number; None is the style's usual.
     """
     layout, prefix = _opened(state, style, prefix)
     layers, result = _by_layer(state, "")
@@ -207,16 +207,16 @@ def from_transformer_layers(
 
 
 def transformer_layers(config: object, style: str, **overrides: object) -> nn.ModuleList:
-    """The layers of a model, not yet with its weights.
+    """Build the layers of a model; load its weights into them afterwards.
 
-    The format is bshd, and sbhd for Megatron's. A Llama's need ``rotary_pos_emb``, the angles of
-    ``RotaryPositionEmbedding(head size, rotary_base=config.rope_theta)``.
+    The format is bshd, or sbhd for Megatron. Layers of a Llama need ``rotary_pos_emb``, the angles
+    of ``RotaryPositionEmbedding(head size, rotary_base=config.rope_theta)``.
 
     Args:
         config: a Hugging Face configuration, the arguments that ``read_megatron`` returns, or
             anything with such attributes.
         style: a key of ``STYLES``.
-        overrides: arguments of ``TransformerLayer`` that win over the configuration.
+        overrides: arguments of ``TransformerLayer`` that take precedence over the configuration.
 
     Raises:
         NotImplementedError: the configuration asks for an activation or attention that
@@ -281,7 +281,7 @@ def _gpt2_arguments(config: Any) -> dict[str, object]:
 
 
 def _megatron_arguments(config: Any) -> dict[str, object]:
-    """Arguments for the layers of Megatron-LM's arguments; it leaves out some that are defaults."""
+    """Return arguments of the layers for Megatron-LM's, where some defaults are left out."""
 
     def said(*names: str, default: object = None) -> object:
         values = (getattr(config, name, None) for name in names)

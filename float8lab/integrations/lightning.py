@@ -1,6 +1,6 @@
-"""FP8 as a precision plugin of Lightning's Trainer and Fabric, and a callback that watches it.
+"""A precision plugin that runs Lightning's Trainer and Fabric in FP8, and a callback to watch it.
 
-Needs the extra ``lightning``; ``import float8lab`` does not load this module.
+This module needs the extra ``lightning``; ``import float8lab`` does not load it.
 """
 
 from __future__ import annotations

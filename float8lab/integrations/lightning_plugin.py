@@ -1,7 +1,7 @@
-"""The plugin and the callback of Lightning's two packages, all but their base classes.
+"""The plugin and the callback for both of Lightning's packages, without their base classes.
 
-``lightning`` and ``pytorch_lightning`` (with ``lightning_fabric``) hold the same code twice, and
-each takes plugins of its own classes only. ``import float8lab`` does not load this module.
+``lightning`` and ``pytorch_lightning`` (with ``lightning_fabric``) contain the same code, and each
+accepts only plugins of its own classes. ``import float8lab`` does not load this module.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ with needs("float8lab.integrations.lightning", "lightning", "lightning"):
 __all__ = ["LightningPlugin", "LightningStats"]
 
 
-def _of_base(name: str) -> property:
-    """A method of the plugin's base class, which the Trainer and Fabric have each their own of."""
+def _base_method(name: str) -> property:
+    """Return a property that is a method of the base class for the Trainer or for Fabric."""
     # The Trainer's methods call hooks of the Trainer, which Fabric lacks. Fabric checks whether the
     # methods are its own: where they are not, it demands ``fabric.backward(loss)`` in place of
     # ``loss.backward()``.
@@ -43,40 +43,40 @@ def _of_base(name: str) -> property:
 class LightningPlugin:
     """Precision plugin for training in FP8: ``Trainer(plugins=...)`` or ``Fabric(plugins=...)``.
 
-    It is called ``Float8Precision``: ``float8lab.integrations.lightning`` has it for the package
-    ``lightning``, and ``float8lab.integrations.pytorch_lightning`` for ``pytorch_lightning`` and
-    ``lightning_fabric``.
+    Users import it as ``Float8Precision``: from ``float8lab.integrations.lightning`` for the
+    package ``lightning``, and from ``float8lab.integrations.pytorch_lightning`` for
+    ``pytorch_lightning`` and ``lightning_fabric``.
 
-    The parameters and their meaning are those of Lightning's ``TransformerEnginePrecision``. These
-    things differ: layers of any size run in FP8; it works on a CPU, too; every recipe is taken;
-    layers are changed in place when Lightning sets the model up, so checkpoints, optimizers and
-    ``isinstance(layer, torch.nn.Linear)`` stay valid, and ``module_init_context`` sets the dtype
-    only, since a class swapped there would initialise its weights differently; the state of delayed
-    scaling is in checkpoints. Neither plugin scales gradients under ``torch.float16``.
+    The parameters mean what they mean in Lightning's ``TransformerEnginePrecision``, with these
+    differences: layers of any size run in FP8; the plugin works on a CPU, too; it takes every
+    recipe; it changes layers in place when Lightning sets the model up, so checkpoints, optimizers
+    and ``isinstance(layer, torch.nn.Linear)`` stay valid; ``module_init_context`` sets only the
+    dtype, since a class swapped there would initialise its weights differently; the state of
+    delayed scaling is in checkpoints. Neither plugin scales gradients under ``torch.float16``.
 
     A ``Trainer`` saves and restores the state of delayed scaling by itself. For Fabric the plugin
     is ``Stateful``: ``fabric.save(path, {"model": model, "optimizer": optimizer, "fp8": plugin})``.
 
     Args:
         weights_dtype: of parameters, buffers and inputs: float32, bfloat16 or float16.
-        recipe: one of ``float8lab.recipes``; or ``"auto"``, by which ``convert_to_float8`` chooses
-            for each layer; or a name, or a mapping with fields of ``DelayedScaling``, or of the
-            recipe called ``"name"`` in it, with ``"fp8_format"`` by name. None is
-            ``DelayedScaling()``, and leaves layers that you converted their own recipes.
-        replace_layers: convert ``torch.nn.Linear`` and norm layers; False does not. None and True
-            leave a model alone that has FP8 layers already; True says so.
-        fallback_compute_dtype: bfloat16 or float16: of ``torch.autocast``, for everything that is
-            not in FP8 and for what FP8 layers return; None is ``weights_dtype``. There is no such
-            autocast if that is float32.
+        recipe: one of ``float8lab.recipes``; ``"auto"``, with which ``convert_to_float8`` chooses
+            for each layer; a recipe's name; or a mapping with fields of ``DelayedScaling`` or of
+            the recipe that its ``"name"`` names, ``"fp8_format"`` by name. None is
+            ``DelayedScaling()``, but layers that you converted keep their own recipes.
+        replace_layers: convert ``torch.nn.Linear`` and norm layers; False converts none. None and
+            True leave a model unchanged that has FP8 layers already; True logs that.
+        fallback_compute_dtype: bfloat16 or float16, used in ``torch.autocast`` for everything not
+            in FP8 and for outputs of FP8 layers; None is ``weights_dtype``. If the dtype is
+            float32, there is no such autocast.
 
-    The layers that were replaced, and why others were not, are logged on rank zero.
+    The replaced layers, and the reasons why others were not replaced, are logged on rank zero.
 
     Attributes:
-        recipe: as given, or made of the mapping.
+        recipe: the given recipe, or the one made from the name or mapping.
 
     Raises:
         TypeError: ``weights_dtype`` or ``recipe`` is none of the above.
-        ValueError: the mapping or ``fallback_compute_dtype`` is none of the above.
+        ValueError: the name, mapping or ``fallback_compute_dtype`` is none of the above.
 
     >>> from float8lab.integrations.lightning import Float8Precision
     >>> Float8Precision(weights_dtype=torch.bfloat16, recipe={"margin": 1}).recipe
@@ -84,9 +84,9 @@ class LightningPlugin:
     """
 
     fabric_base: ClassVar[type]
-    """The package's ``Precision`` of Fabric."""
+    """The ``Precision`` class of the package's Fabric."""
     trainer_base: ClassVar[Any]
-    """The package's ``Precision`` of the Trainer, which derives from Fabric's."""
+    """The ``Precision`` class of the package's Trainer, which derives from Fabric's class."""
 
     precision: Any = "float8"
 
@@ -112,15 +112,15 @@ class LightningPlugin:
         self.weights_dtype = weights_dtype
         self.fallback_compute_dtype = fallback
         self.recipe = recipe_of(recipe)
-        # An enclosing autocast's recipe would win over those that layers have of their own.
+        # The recipe of an enclosing autocast would take precedence over the layers' own recipes.
         self._recipe_of_all = None if recipe is None else self._single_recipe()
         self.replace_layers = replace_layers
-        self._modules: list[weakref.ref[nn.Module]] = []  # set up with this plugin, in that order
-        self._is_new = False  # some of them were not trained yet
-        self._base = self.fabric_base  # see _of_base
+        self._modules: list[weakref.ref[nn.Module]] = []  # in the order of their setup
+        self._is_new = False  # whether some of the modules were not trained yet
+        self._base = self.fabric_base  # see _base_method
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_modules": []}  # a started process sets up its own
+        return {**vars(self), "_modules": []}  # a spawned process sets up its own modules
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert a module's layers to FP8 and its parameters to ``weights_dtype``, in place."""
@@ -164,10 +164,10 @@ class LightningPlugin:
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Run FP8 layers in FP8 and the rest under ``fallback_compute_dtype``: one region."""
+        """Open one FP8 region; everything else runs under ``fallback_compute_dtype`` in it."""
         if self._is_new and torch.is_grad_enabled():
             self._is_new = False
-            self.state_dict()  # ranks learn of each other's modules here, else one region later
+            self.state_dict()  # tells ranks of each other's modules one region earlier
         fallback: AbstractContextManager[object] = nullcontext()
         if self._autocasts:
             parameter = next((p for m in self._alive() for p in m.parameters()), torch.empty(0))
@@ -184,12 +184,12 @@ class LightningPlugin:
         return _converted(data, torch.get_default_dtype())
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """The state of delayed scaling by model, empty without; a collective as ScalingState is."""
+        """Return the state of delayed scaling of each model that has any; a collective."""
         states = [self._scaling_state(module).state_dict() for module in self._alive()]
         return {str(index): state for index, state in enumerate(states) if state}
 
     def load_state_dict(self, state_dict: dict[str, dict[str, Tensor]]) -> None:
-        """Take over the state of the models set up so far, in the order of their setup."""
+        """Load the state of the models that were set up so far, in the order of their setup."""
         for index, module in enumerate(self._alive()):
             self._scaling_state(module).load_state_dict(state_dict.get(str(index), {}))
 
@@ -197,7 +197,7 @@ class LightningPlugin:
         return ScalingState(module, self._single_recipe())
 
     def _single_recipe(self) -> recipes.Recipe | None:
-        """The recipe of all layers; None where one is chosen for each."""
+        """Return the recipe of all layers; None if each layer gets a chosen recipe."""
         return self.recipe if isinstance(self.recipe, recipes.Recipe) else None
 
     def _alive(self) -> list[nn.Module]:
@@ -207,17 +207,17 @@ class LightningPlugin:
     def connect(self, model: nn.Module, optimizers: object, lr_schedulers: object) -> object:
         """Connect the plugin to a Trainer; Fabric does not call this."""
         self._base = self.trainer_base
-        self._modules = self._modules[-1:]  # it trains one; earlier ones are not in checkpoints
+        self._modules = self._modules[-1:]  # a Trainer trains one; checkpoints have only that one
         return self.trainer_base.connect(self, model, optimizers, lr_schedulers)
 
     def teardown(self) -> None:
         """End the Trainer's use of the plugin, after which Fabric may use it."""
         self._base = self.fabric_base
 
-    pre_backward = _of_base("pre_backward")
-    backward = _of_base("backward")
-    post_backward = _of_base("post_backward")
-    optimizer_step = _of_base("optimizer_step")
+    pre_backward = _base_method("pre_backward")
+    backward = _base_method("backward")
+    post_backward = _base_method("post_backward")
+    optimizer_step = _base_method("optimizer_step")
 
 
 def _converted(data: object, dtype: torch.dtype) -> object:
@@ -228,7 +228,7 @@ class LightningStats(StatsCallback):
     """``StatsCallback`` with the hooks of Lightning's Trainer: ``Trainer(callbacks=...)``."""
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Begin to watch."""
+        """Begin to watch the FP8 layers."""
 
         def send(metrics: dict[str, float], step: int) -> None:
             for logger in trainer.loggers:

@@ -1,8 +1,8 @@
-"""onnx_export: float8lab modules as standard ONNX QuantizeLinear and DequantizeLinear nodes.
+"""onnx_export writes float8lab modules as ONNX QuantizeLinear and DequantizeLinear nodes.
 
-M tokens, N out features, K in features. A node's FP8 bytes are those of the library's own cast:
-same scale, same rounding, same saturation. (ONNX divides by the scale where the library multiplies
-by its inverse, which differs in the last bit of float32 before the rounding to FP8.)
+M tokens, N out features, K in features. A node's FP8 bytes are those of the library's own cast, by
+the same scale, rounding and saturation. (ONNX divides by the scale where the library multiplies by
+its inverse; this can change the last bit of float32 before the rounding to FP8.)
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ class onnx_export(ContextDecorator):
 
     ``torch.onnx.export(model, args, dynamo=True, opset_version=21)`` then writes each FP8 linear
     layer as QuantizeLinear and DequantizeLinear nodes (``float8e4m3fn``) on the input and on the
-    weight, and a MatMul in float32: standard operators. Norms, activations and attention are
-    written as standard operators, too, and fused modules as their parts. onnxruntime runs the
-    file; it has to be told that its pairs are not int8 (``session.disable_quant_qdq``, see
+    weight, and a MatMul in float32. These, and the operators of norms, activations and attention,
+    are standard ONNX. A fused module becomes the operators of its components. onnxruntime runs the
+    file, if you tell it that the pairs of nodes are not int8 (``session.disable_quant_qdq``, see
     docs/services.md).
 
-    All recipes export. Ask for ``opset_version`` 21 or higher: ONNX has blocks, which
-    ``Float8BlockScaling`` and ``MXFP8BlockScaling`` need, since 21 and FP8 since 19. Scales of
-    current recipes are computed in the graph; those of ``DelayedScaling`` are constants. Only the
-    forward is exported: gradients are disabled inside, and no state changes.
+    All recipes can be exported. Ask for ``opset_version`` 21 or higher: ONNX has FP8 since 19, and
+    blocks, which ``Float8BlockScaling`` and ``MXFP8BlockScaling`` need, since 21. Scales of current
+    recipes are computed in the graph; those of ``DelayedScaling`` are constants. Only the forward
+    is exported: gradients are disabled inside the block, and no state changes.
 
     Args:
-        enabled: False changes nothing.
+        enabled: whether modules are exported so; False changes nothing.
 
     Raises:
         ValueError: a layer under ``DelayedScaling`` has no scales yet.
-        NotImplementedError: attention in FP8, of ``qkv_format="thd"`` or with a key/value cache.
+        NotImplementedError: attention in FP8, with ``qkv_format="thd"`` or a key/value cache.
 
     >>> with float8lab.onnx_export(enabled=True):
     ...     pass  # torch.onnx.export(model, (x,), "model.onnx", dynamo=True, opset_version=21)
@@ -69,7 +69,7 @@ class onnx_export(ContextDecorator):
     def __enter__(self) -> onnx_export:
         self._outer.append((EXPORT.translations, torch.is_grad_enabled()))
         EXPORT.translations = _TRANSLATIONS if self._enabled else None
-        if self._enabled:  # only the forward is exported: there is no backward to save for
+        if self._enabled:  # only the forward is exported: nothing is saved for a backward
             torch.set_grad_enabled(False)
         return self
 
@@ -79,7 +79,7 @@ class onnx_export(ContextDecorator):
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-    """FP8 data of x and weight, and a MatMul of what they stand for."""
+    """Quantize and dequantize x and weight, and apply a MatMul to the dequantized tensors."""
     plan = call.plan
     dtype = output_dtype(x)
     if STATE.region is not None:
@@ -100,9 +100,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tenso
 def _grouped_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, call: Call | None, *_: object
 ) -> Tensor:
-    """Each expert applied to all rows, of which its own are taken: a graph has no sizes of groups.
+    """Apply each expert to all rows and keep its own rows, since a graph has no sizes of groups.
 
-    Rows of 0 in place of padding rows have no part in a scale.
+    Padding rows are set to 0, so that they do not change any scale.
     """
     dtype = output_dtype(x)
     rows = torch.arange(x.shape[0], device=x.device)[:, None]
@@ -120,17 +120,17 @@ def _grouped_linear(
     for expert, matrix in enumerate(plain(weight).to(wide).unbind()):
         start = stops[expert - 1] if expert else 0
         inside = (rows >= start) & (rows < stops[expert])
-        of_expert = _apply_expert(x, matrix, inside, expert, call, stored)
+        expert_y = _apply_expert(x, matrix, inside, expert, call, stored)
         if bias is not None:
-            of_expert = of_expert + bias[expert].to(wide)
-        y = torch.where(inside, of_expert, y)
+            expert_y = expert_y + bias[expert].to(wide)
+        y = torch.where(inside, expert_y, y)
     return y.to(dtype)
 
 
 def _apply_expert(
     x: Tensor, matrix: Tensor, inside: Tensor, expert: int, call: Call | None, stored: bool
 ) -> Tensor:
-    """One expert's GEMM of all rows; its scale per tensor is of the rows ``inside``."""
+    """Run an expert's GEMM on all rows; a scale per tensor is computed from the rows ``inside``."""
     if call is not None and not stored:
         matrix = _round_trip(matrix, call.plan.w, W, call, expert=expert)
     if call is not None and call.plan.x.per_tensor:
@@ -152,7 +152,7 @@ def _norm(
 
 
 def _activation(h: Tensor, activation: str) -> Tensor:
-    """The reference of the op, which is in operators that ONNX has."""
+    """Compute an activation by the op's reference, whose operators ONNX has."""
     h2 = as_matrix(h).to(torch.promote_types(h.dtype, torch.float32))
     y = reference.value_of(activation, [h2], h.dtype)
     return y.reshape(*h.shape[:-1], y.shape[-1])
@@ -202,21 +202,21 @@ _TRANSLATIONS: _Translations = (
     (float8_tensor._Dequantize, _dequantized),
     (fp8._Attention, _refused_attention),
 )
-"""Autograd functions, and for each a function of ONNX operators that runs in its place.
+"""Autograd functions, each with the function that replaces it and uses only ONNX operators.
 
-The functions are the level to translate at: their ops pad operands for Hopper, and look up delayed
-scales when they run, and ONNX is to see neither."""
+Autograd functions are translated rather than their ops, since the ops pad operands for Hopper and
+look up delayed scales when they run, and neither belongs in the ONNX graph."""
 
 
 def _round_trip(x: Tensor, spec: Float8Spec, index: int, call: Call, *, expert: int = 0) -> Tensor:
-    """``x`` in float32, quantized and dequantized; a matrix unless the scale is per tensor."""
+    """Quantize and dequantize float32 ``x``, which is a matrix unless the scale is per tensor."""
     scale = _delayed_scale(x, index, call, expert) if call.plan.delayed else None
     if scale is None:
         scale = _scale(block_amax(as_matrix(x), spec.block), spec, call.plan.amax_epsilon)
         if isinstance(call.recipe, DelayedScaling):
             scale = scale * 2.0**call.recipe.margin
     scale, axis = _as_onnx(scale, spec.block, x.shape)
-    # QuantizeLinear saturates an infinity, which the library's cast makes NaN: a forward casts to
+    # QuantizeLinear saturates an infinity, but the library's cast gives NaN: a forward casts to
     # e4m3, which has no infinities.
     x = torch.where(x.abs() == torch.inf, torch.nan, x)
     quantized = _node("QuantizeLinear", x, scale, axis, spec.fp8_dtype)
@@ -226,22 +226,22 @@ def _round_trip(x: Tensor, spec: Float8Spec, index: int, call: Call, *, expert: 
 def _node(
     op: str, x: Tensor, scale: Tensor, axis: dict[str, int], fp8_dtype: torch.dtype
 ) -> Tensor:
-    """QuantizeLinear to FP8, or DequantizeLinear from it to float32."""
+    """Add a QuantizeLinear node to FP8, or a DequantizeLinear node from FP8 to float32."""
     dtype = fp8_dtype if op == "QuantizeLinear" else torch.float32
-    # The zeros' dtype tells ONNX the format, by a cast, since ONNX cannot fill FP8 tensors.
+    # The dtype of the zeros tells ONNX the format. They are cast: ONNX cannot fill FP8 tensors.
     zeros = torch.zeros_like(scale).to(fp8_dtype)
     return torch.onnx.ops.symbolic(op, (x, scale, zeros), {**axis}, dtype=dtype, shape=x.shape)
 
 
 def _delayed_scale(x: Tensor, index: int, call: Call, expert: int) -> Tensor | None:
-    """The scale of a tensor, or of an expert's rows; None if the expert has had no tokens."""
-    # In eager mode, too, such an expert has the scale of the rows that it gets.
+    """Return the scale of a tensor or an expert's rows; None if the expert has had no tokens."""
+    # An expert that has had no tokens uses the scale of its present rows, as in eager mode.
     by_recipe = {} if call.precision is None else call.precision.slots
     slots = by_recipe.get((call.recipe, STATE.autocast.group))
     scales: list[float | None] = []
     if slots is not None:
         columns = [*slots.columns_of(index)]
-        with _disable_current_modes():  # the values, not symbols
+        with _disable_current_modes():  # read the values and not symbols
             pairs = zip(slots.pack.has_scale()[columns], slots.pack.scale[columns], strict=True)
             scales = [float(scale) if has_scale else None for has_scale, scale in pairs]
     if not any(scale is not None for scale in scales):
@@ -254,8 +254,8 @@ def _delayed_scale(x: Tensor, index: int, call: Call, expert: int) -> Tensor | N
 
 
 def _scale(amax: Tensor, spec: Float8Spec, epsilon: float) -> Tensor:
-    """Scales as ``ops.factors_from_amax`` makes them, without bits, which ONNX cannot touch."""
-    # As a maximum, since a clamp's other end would be the largest finite float32 in ONNX.
+    """Compute scales like ``ops.factors_from_amax``, but without bit operations, for ONNX."""
+    # We use a maximum, since ONNX's clamp would also limit to the largest finite float32.
     raised = torch.maximum(amax, torch.full_like(amax, epsilon))
     limit = largest(spec.fp8_dtype)
     if spec.scale_rule == "e8m0":
@@ -269,7 +269,7 @@ def _scale(amax: Tensor, spec: Float8Spec, epsilon: float) -> Tensor:
 
 
 def _power_of_two_below(x: Tensor) -> Tensor:
-    """The largest power of two that does not exceed a positive ``x``."""
+    """Return the largest power of two that does not exceed a positive ``x``."""
     guess = torch.exp2(torch.floor(torch.log2(x)))  # off by one where the logarithm is rounded
     guess = torch.where(guess > x, 0.5 * guess, guess)
     return torch.where(2 * guess <= x, 2 * guess, guess)
@@ -278,7 +278,7 @@ def _power_of_two_below(x: Tensor) -> Tensor:
 def _as_onnx(
     scale: Tensor, block: Sequence[int], shape: Sequence[int]
 ) -> tuple[Tensor, dict[str, int]]:
-    """Scales in the layout that ONNX wants, and the attributes of both nodes."""
+    """Return scales in the layout that ONNX requires, and the attributes of both nodes."""
     if tuple(block) == (-1, -1):
         return scale if scale.ndim == 0 else scale.reshape(()), {}
     if tuple(block) == (1, -1):

@@ -1,6 +1,6 @@
 """Float8Precision for programs that import ``pytorch_lightning`` or ``lightning_fabric``.
 
-Needs pytorch-lightning; ``import float8lab`` does not load this module.
+This module needs pytorch-lightning; ``import float8lab`` does not load it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments of a conversion for adapters of trainers, and recipes of configuration files."""
+"""Conversion arguments for adapters of trainers, and recipes from configuration files."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from float8lab.nn.precision import precisions_below
 __all__ = ["ConversionArguments", "RecipeChoice", "recipe_of", "recipes_below"]
 
 RecipeChoice = recipes.Recipe | recipes.Auto | Mapping[str, object] | str | None
-"""A recipe as adapters take it, also by the plain values that ``recipe_of`` takes."""
+"""A recipe as adapters take it: a recipe, or the plain values that ``recipe_of`` takes."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(eq=False)
 class ConversionArguments:
-    """Arguments of ``convert_to_float8``, checked when they are given, for models that come later.
+    """Arguments of ``convert_to_float8``, checked at once, for models that are converted later.
 
     Raises:
-        TypeError: one has another type.
+        TypeError: an argument has another type.
         ValueError: no recipe has that name.
     """
 
@@ -51,16 +51,16 @@ class ConversionArguments:
 
 
 def recipe_of(recipe: RecipeChoice) -> recipes.Recipe | recipes.Auto | Literal["auto"]:
-    """Make the recipe for ``convert_to_float8`` from one as plugins of frameworks take it.
+    """Make the recipe for ``convert_to_float8`` from what a framework's plugin was given.
 
     Args:
-        recipe: taken as it is, or a recipe's name, or a mapping with fields of ``DelayedScaling``,
-            or of the recipe whose name is under ``"name"``; ``"fp8_format"`` may be a name, and a
-            tuple a list. None is ``DelayedScaling()``.
+        recipe: a recipe, which is returned unchanged; a recipe's name; or a mapping with fields of
+            ``DelayedScaling`` or of the recipe whose name is under ``"name"``. ``"fp8_format"`` may
+            be a name, and a list may stand for a tuple. None is ``DelayedScaling()``.
 
     Raises:
-        TypeError: none of these, or a field that the recipe has not.
-        ValueError: no such name, or a value that the recipe refuses.
+        TypeError: ``recipe`` has another type, or names a field that the recipe does not have.
+        ValueError: no recipe has that name, or a value is one that the recipe refuses.
 
     >>> recipe_of({"fp8_format": "E4M3", "amax_history_len": 16})
     DelayedScaling(fp8_format=Format.E4M3, amax_history_len=16)
@@ -101,7 +101,7 @@ def _choice_of(recipe: RecipeChoice) -> RecipeChoice:
 
 
 def recipes_below(model: nn.Module) -> list[recipes.Recipe]:
-    """The recipes that layers of a model have of their own, by which they run without autocast."""
+    """Return the recipes that a model's layers have, and by which they run without autocast."""
     return [p.recipe for p in precisions_below(model) if p.recipe is not None]
 
 

@@ -1,4 +1,4 @@
-"""The callback that watches a trainer's run, all but the hooks of each trainer.
+"""The callback that watches a trainer's run, without the hooks of a particular trainer.
 
 ``import float8lab`` does not load this module.
 """
@@ -21,23 +21,23 @@ __all__ = ["StatsCallback"]
 class StatsCallback:
     """Watch the FP8 layers of the model that a trainer trains, and track their statistics.
 
-    It is called ``Float8StatsCallback``: ``float8lab.integrations.transformers`` has it for
-    Transformers' Trainer, ``float8lab.integrations.lightning`` for the package ``lightning``, and
-    ``float8lab.integrations.pytorch_lightning`` for ``pytorch_lightning``. The model must have FP8
-    layers when training starts. Of several ranks the first one tracks what it casts.
+    Users import it as ``Float8StatsCallback``: from ``float8lab.integrations.transformers`` for
+    Transformers' Trainer, from ``float8lab.integrations.lightning`` for the package ``lightning``,
+    and from ``float8lab.integrations.pytorch_lightning`` for ``pytorch_lightning``. The model must
+    have FP8 layers when training starts. With several ranks, the first rank tracks its own casts.
 
     Args:
-        every: watch one step of every so many; the steps between cost nothing.
-        to: as in ``float8lab.inspect.track``. None is where the trainer reports to: Lightning's
-            loggers, and of Transformers' ``report_to`` TensorBoard (as the run ``float8`` in
-            ``output_dir/runs``), W&B and MLflow.
+        every: the interval of the watched steps; the steps between them cost nothing.
+        to: as in ``float8lab.inspect.track``. None tracks to where the trainer reports: Lightning's
+            loggers, or what Transformers' ``report_to`` has of TensorBoard (as the run ``float8``
+            in ``output_dir/runs``), W&B and MLflow.
         layers: as in ``float8lab.inspect.watch``.
-        jsonl: likewise.
-        masters: likewise.
-        warn: likewise.
+        jsonl: as in ``float8lab.inspect.watch``.
+        masters: as in ``float8lab.inspect.watch``.
+        warn: as in ``float8lab.inspect.watch``.
 
     Attributes:
-        watch: the watch of the last training; None before.
+        watch: the watch of the last training; None before the first training.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class StatsCallback:
     def begin(
         self, model: nn.Module, start: int, destinations: Sequence[Destination] | None
     ) -> None:
-        """Watch from step ``start`` on, and track to ``to`` or else to these; None: not at all."""
-        self.end()  # of a training that was interrupted
+        """Watch from ``start``; track to ``to``, else to these; not if ``destinations`` is None."""
+        self.end()  # ends the watch of a training that was interrupted
         self.watch = watch(model, every=self.interval, start=start, **self.options)
         if destinations is not None:
             for destination in destinations if self.to is None else [self.to]:
@@ -68,5 +68,5 @@ class StatsCallback:
             self.watch.__exit__(None, None, None)
 
     def on_train_end(self, *args: object, **kwargs: object) -> None:
-        """End the watch; every trainer calls this hook so."""
+        """End the watch; this hook has the same name in every trainer."""
         self.end()

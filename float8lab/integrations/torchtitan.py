@@ -1,4 +1,4 @@
-"""FP8 for torchtitan's job files. Needs the extra ``torchtitan``."""
+"""Run torchtitan's jobs in FP8. This module needs the extra ``torchtitan``."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["Float8Converter", "Float8SelectiveAC"]
 
 
 class Float8Converter(QuantizationConverter):
-    """Have torchtitan's model converted by ``convert_to_float8`` when it is built.
+    """Convert torchtitan's model by ``convert_to_float8`` when the model is built.
 
-    ``Float8Converter.Config`` has its arguments and goes in ``converters`` of ``model_registry``. A
-    recipe may also be a name, or a mapping of plain values. The conversion report is logged.
+    ``Float8Converter.Config`` has the arguments of ``convert_to_float8``, except ``filter_fn``, and
+    goes in ``converters`` of ``model_registry``. A recipe may also be a name or a mapping of plain
+    values. The conversion report is logged. Errors are raised when the model is built.
 
     Raises:
-        TypeError: a recipe is none of those, when the model is built.
-        ValueError: no recipe has that name; or ``strict``, and something cannot be done.
-    """
+        TypeError: a recipe has another type.
+        ValueError: no recipe has that name; or ``strict`` is True and something cannot be done."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
@@ -41,21 +41,21 @@ class Float8Converter(QuantizationConverter):
         fp8_all_gather: bool = True
 
         def to_dict(self) -> dict[str, object]:
-            """Every field as text, since a recipe is no plain value."""
+            """Return every field as text, since a recipe is not a plain value."""
             return {f.name: str(getattr(self, f.name)) for f in fields(self)}
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
-        """Return the model's configuration, of a class derived from its own."""
+        """Return the model's configuration in the ``Config`` of a model class that is converted."""
         values = {f.name: getattr(model_config, f.name) for f in fields(model_config)}
         return _float8_model(type(model_config)._owner).Config(**values, float8=self.config)
 
 
 @functools.cache
 def _float8_model(model: Any) -> Any:
-    """The class of a torchtitan model that converts itself."""
+    """Return a subclass of a torchtitan model class whose instances convert themselves."""
 
     class Float8Model(model):
         @dataclass(kw_only=True, slots=True)
@@ -64,14 +64,14 @@ def _float8_model(model: Any) -> Any:
 
         def __init__(self, config: Config) -> None:
             super().__init__(config)
-            self.apply(lambda m: m._cache_pos_arg_names())  # shardings name the plain forward's
+            self.apply(lambda m: m._cache_pos_arg_names())  # shardings name the plain arguments
             names = Float8Converter.Config.__annotations__
             options = {name: getattr(config.float8, name) for name in names}
             ConversionArguments(**options).convert(self)
             logger.info("float8lab:\n%s", conversion_report(self))
 
         def parallelize(self, parallel_dims: Any) -> None:
-            """Scale weights that become plain shards by the amaxes of the unsharded weights."""
+            """Make weights that become plain shards use the amaxes of the unsharded weights."""
             unsharded = {m: m.weight.shape for m in self.modules() if isinstance(m, Linear)}
             super().parallelize(parallel_dims)
             for layer, (rows, columns) in unsharded.items():
@@ -95,5 +95,5 @@ class Float8SelectiveAC(SelectiveAC):
         pass
 
     def get_save_ops(self) -> set[object]:
-        """The ops whose results are saved."""
+        """Return the ops whose results are saved, with those of FP8 GEMMs."""
         return {*super().get_save_ops(), *compute_intensive_ops()}

@@ -1,6 +1,6 @@
-"""Hugging Face Transformers: its Conv1D in FP8, and FP8 in its Trainer.
+"""Run Hugging Face Transformers' Conv1D in FP8, and train in FP8 with its Trainer.
 
-Needs the extra ``transformers``; ``import float8lab`` does not load this module.
+This module needs the extra ``transformers``; ``import float8lab`` does not load it.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ with needs("float8lab.integrations.transformers", "transformers", "transformers"
 __all__ = ["SCALING_NAME", "Float8Callback", "Float8Conv1D", "Float8StatsCallback"]
 
 SCALING_NAME = "float8_scaling.safetensors"
-"""The file of a Trainer's checkpoint that holds the state of delayed scaling."""
+"""The name of the file in a Trainer's checkpoint that holds the state of delayed scaling."""
 
 _KEY = "float8lab"
-"""Key of the callback's entry in a Trainer's state."""
+"""The key of the callback's entry in a Trainer's state."""
 
 
 class Float8Conv1D(OtherLinear, Conv1D):
-    """The Conv1D of GPT-2, a linear layer with its weight transposed, in FP8.
+    """GPT-2's Conv1D, a linear layer whose weight is stored transposed, run in FP8.
 
-    ``convert_to_float8`` makes it of a Conv1D: the weight stays ``[in, out]``, in the same
+    ``convert_to_float8`` changes a Conv1D to this class: the weight stays ``[in, out]`` in the same
     parameter. Scales are those of the matrix ``[out, in]``, as for any linear layer. FSDP2 gathers
-    the weight in its own dtype, not in FP8.
+    the weight in its own dtype and not in FP8.
     """
 
     original = Conv1D
 
     @staticmethod
     def matrix(layer: nn.Module) -> Tensor:
-        """The weight as ``[out, in]``."""
+        """Return the weight as ``[out, in]``."""
         return cast("Tensor", layer.weight).t()
 
     @staticmethod
     def from_matrix(matrix: Tensor) -> Tensor:
-        """The layer's weight, from the matrix ``[out, in]``."""
+        """Return the layer's weight ``[in, out]`` for the matrix ``[out, in]``."""
         return matrix.t()
 
     def __repr__(self) -> str:
@@ -64,18 +64,18 @@ class Float8Conv1D(OtherLinear, Conv1D):
 
 @dataclass(eq=False, repr=False)
 class Float8Callback(ConversionArguments, TrainerCallback):
-    """FP8 in Transformers' Trainer: ``Trainer(..., callbacks=[Float8Callback(recipe)])``.
+    """Train in FP8 with Transformers' ``Trainer(..., callbacks=[Float8Callback(recipe)])``.
 
-    Converts the Trainer's model when the Trainer is made, before it is sharded or compiled, and
-    prints its ``conversion_report``. If it is added to a Trainer by ``add_callback``, it converts
-    the model when training starts. A model that has FP8 layers already is left as it is.
+    The callback converts the Trainer's model when the Trainer is created, before the model is
+    sharded or compiled, and prints the ``conversion_report``. A callback added by ``add_callback``
+    converts the model when training starts. A model with FP8 layers is left unchanged.
 
-    With a delayed recipe the state of its scales is in every checkpoint, as a file of its own, and
+    With a delayed recipe every checkpoint has the state of the scales in a separate file, and
     ``trainer.train(resume_from_checkpoint=...)`` resumes bit for bit. The file is looked for in
-    ``args.output_dir`` and in ``args.resume_from_checkpoint``.
+    ``args.resume_from_checkpoint`` and in ``args.output_dir``.
 
     The arguments are those of ``convert_to_float8``; recipes may also be names or mappings of plain
-    values, such as a configuration file holds.
+    values, as in a configuration file.
 
     Raises:
         TypeError: an argument has another type.
@@ -90,30 +90,30 @@ class Float8Callback(ConversionArguments, TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, *_: object, **kwargs: nn.Module
     ) -> None:
-        """Convert the model."""
+        """Convert the Trainer's model."""
         self._convert(kwargs.get("model"), state)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, *_: object, **kwargs: nn.Module
     ) -> None:
-        """Convert a model that is new; take over the state of delayed scaling of a checkpoint."""
+        """Convert a model not yet converted; load delayed scaling's state from the checkpoint."""
         model = kwargs["model"]
         self._convert(model, state)
         if not any(recipe.linear.delayed for recipe in recipes_below(model)):
             return
         if state.global_step:
             self._load(model, args, state)
-        # This tells checkpoints of several runs in one folder, with the same number.
+        # The id distinguishes checkpoints of several runs with one folder and one step number.
         self._run = uuid.uuid4().hex
         state.stateful_callbacks[_KEY] = {"run": self._run}
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, *_: object, **kwargs: nn.Module
     ) -> None:
-        """Write the state of delayed scaling; a collective, as ``ScalingState`` is."""
+        """Write the state of delayed scaling; this is a collective, like ``ScalingState``."""
         scaling = ScalingState(kwargs["model"]).state_dict()
         folder = _folder(args, state)
-        if scaling and args.should_save and folder.is_dir():  # a search has other folders
+        if scaling and args.should_save and folder.is_dir():  # hyperparameter search has others
             save_file(scaling, folder / SCALING_NAME, metadata={"run": self._run})
 
     def _convert(self, model: nn.Module | None, state: TrainerState) -> None:
@@ -154,7 +154,7 @@ class Float8StatsCallback(StatsCallback, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, *_: object, **kwargs: nn.Module
     ) -> None:
-        """Begin to watch."""
+        """Begin to watch the FP8 layers."""
         runs = Path(args.output_dir) / "runs" / "float8"
         places: dict[str, Destination] = {"tensorboard": runs, "wandb": "wandb", "mlflow": "mlflow"}
         chosen = [place for name, place in places.items() if name in args.report_to]
@@ -163,5 +163,5 @@ class Float8StatsCallback(StatsCallback, TrainerCallback):
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
-    """The folder of the checkpoint of the present step."""
+    """Return the folder of the checkpoint of the present step."""
     return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"

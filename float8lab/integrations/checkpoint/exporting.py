@@ -1,4 +1,4 @@
-"""``export`` and ``export_stream``: a model as the tensors of a checkpoint with FP8 weights."""
+"""``export`` and ``export_stream`` write the tensors of a model as a checkpoint in FP8."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class ExportReport(Printed):
     format: str
     files: tuple[str, ...]
     nbytes: int
-    """Bytes of all tensors."""
+    """The number of bytes of all tensors."""
     fp8: Mapping[str, str]
-    """How each parameter in FP8 is stored."""
+    """The format of each parameter that is written in FP8, by name."""
     high_precision: tuple[str, ...]
-    """Linear layers, and modules with weights of more dimensions, that are not in FP8."""
+    """Linear layers, routers, and modules with weights of three or more dimensions, not in FP8."""
     nonfinite: Mapping[str, int]
-    """How many elements of each tensor of the model are NaN or infinite, where some are."""
+    """The number of NaN or infinite elements of each tensor of the model that has any."""
     notes: tuple[str, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why parameters whose layers run in FP8 are in high precision."""
+    """The reasons why parameters whose layers run in FP8 are in high precision."""
 
     def summary(self) -> str:
         """Say what was written, and what is in high precision."""
@@ -76,39 +76,39 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
 ) -> ExportReport:
     """Write a model as a directory of safetensors files with its linear weights in FP8.
 
-    The bytes are those that training uses. A layer that runs in FP8 gives the bytes to which a
-    forward in evaluation would cast its weight now, delayed scales included; a weight stored in FP8
-    gives its own. In a model none of whose layers runs in FP8, the ``torch.nn.Linear`` layers are
-    quantized here. A weight that ``format`` cannot hold in these bytes raises an error; nothing is
-    quantized a second time. Tensors of a Transformers model have the names that its own checkpoints
-    have, but in format ``"float8lab"``, where they have the model's.
+    The bytes are those that training uses. For a layer that runs in FP8 they are the bytes to which
+    a forward in evaluation would cast its weight now, delayed scales included. A weight stored in
+    FP8 keeps its bytes. If no layer of the model runs in FP8, this function quantizes the
+    ``torch.nn.Linear`` layers. A weight whose bytes ``format`` cannot hold raises an error; nothing
+    is quantized twice. Tensors of a Transformers model get the names that its own checkpoints use,
+    except in format ``"float8lab"``, which uses the names of the model.
 
-    The directory appears whole, by a rename, or not at all; one weight is in memory at a time.
-    ``config.json`` is ``model.config`` (a mapping, or with ``to_dict``) and the format's
-    ``quantization_config``.
+    The directory appears complete, by a rename, or not at all; one weight is in memory at a time.
+    ``config.json`` is ``model.config`` (a mapping, or an object with ``to_dict``) and the
+    ``quantization_config`` of the format.
 
     Args:
         model: on any device, not sharded.
-        path: the directory.
-        format: ``"block-fp8"``, which is DeepSeek's and Transformers'; ``"compressed-tensors"``,
-            which is vLLM's; or ``"float8lab"``, which comes back bit for bit, amaxes included.
-        recipe: for layers that have none of their own; None is the one whose delayed scales they
-            have, or the usual one of the format: 128x128 blocks, output channels, per tensor.
+        path: the directory to write.
+        format: ``"block-fp8"``, used by DeepSeek and Transformers; ``"compressed-tensors"``, used
+            by vLLM; or ``"float8lab"``, which restores every bit, amaxes included.
+        recipe: for layers without a recipe of their own; None is the recipe whose delayed scales a
+            layer has, or the format's default: 128x128 blocks, output channels, per tensor.
         exclude: layers to leave in high precision, by patterns as in ``convert_to_float8``.
-        share_scales: names of layers of one parent that get one scale, the largest of theirs, as
-            ``[("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]``: for readers that fuse
-            them. Only scales per tensor; the bytes are then cast from the weights with it.
-        max_shard_size: most bytes of a file; a single weight may be larger.
-        overwrite: replace a checkpoint at ``path``; files in it that are no weights are kept.
-        unseen: quantize the weights of converted layers whose forward did not run in the model's
-            first call, too (``conversion_report`` marks them). The model multiplies by these in
-            high precision, and so they are written by default.
+        share_scales: groups of layers of one parent that get the largest of their scales, such as
+            ``[("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]``, for readers that fuse
+            them. Only scales per tensor can be shared; the weights are then cast with that scale.
+        max_shard_size: the most bytes of a file; a single weight may be larger.
+        overwrite: replace a checkpoint at ``path``; its files that are not weights are kept.
+        unseen: also quantize the weights of converted layers whose forward did not run in the
+            model's first call (``conversion_report`` marks them). The model runs the GEMMs of these
+            in high precision, so by default they are written in high precision.
 
     Raises:
         ValueError: an unknown format, a weight that the format cannot hold, experts that
             Transformers could not read in FP8, no weight for FP8, or siblings that cannot share a
             scale.
-        FileExistsError: ``path`` is taken.
+        FileExistsError: ``path`` exists already.
 
     Warns:
         UserWarning: tensors of the model hold NaN or infinities; the message counts them.
@@ -158,13 +158,13 @@ def export_stream(
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the tensors that ``export`` writes, of a model that FSDP2 may have sharded.
 
-    Shards are gathered one weight at a time, on every rank: the iterator is a collective, of which
-    all ranks must take all tensors, in step. A tensor is on the model's device and can be one of
-    the model itself: use it before the model trains on. Arguments and errors are those of
-    ``export``; errors come before anything is gathered.
+    Shards are gathered one weight at a time on every rank. The iterator is a collective: all ranks
+    must take all tensors from it, in step. A tensor is on the model's device and may be a tensor of
+    the model itself: use it before training continues. Arguments and errors are those of
+    ``export``; errors are raised before anything is gathered.
 
     Returns:
-        An iterator over ``(name, tensor)``: of a weight its FP8 data and then its scales, float32.
+        An iterator over ``(name, tensor)``; for a weight, its FP8 data precede its float32 scales.
 
     >>> layer = torch.nn.Linear(256, 128, bias=False)
     >>> for name, tensor in float8lab.integrations.export_stream(layer):
@@ -182,17 +182,17 @@ def export_stream(
 
 @dataclass(frozen=True)
 class _Contents:
-    """A model as a format has it, before anything is cast or gathered."""
+    """The tensors that a format writes for a model, before anything is cast or gathered."""
 
     state: Mapping[str, Tensor]
     weights: Sequence[Weight]
     """The weights in FP8."""
     groups: Sequence[safetensors.Group]
-    """All tensors."""
+    """All tensors to write, in the order of the model."""
     high_precision: tuple[str, ...]
-    """Modules that readers would look for scales of, and that have none."""
+    """Modules without scales for whose scales readers would look."""
     not_converted: Sequence[str]
-    """The same, by all their names."""
+    """The modules of ``high_precision``, by their names in the model and in the checkpoint."""
     reasons: Mapping[str, str]
 
 
@@ -238,7 +238,7 @@ def _contents(
         )
     reasons |= {name: w.obstacle for w in unnamed for name in w.sources}
     high_precision = _not_in_fp8(model, in_fp8)
-    # Transformers knows modules by either name, other readers by those in the checkpoint.
+    # Transformers finds modules by either name, other readers by the name in the checkpoint.
     saved = [names.renamed.get(f"{module}.weight", "") for module in high_precision]
     return _Contents(
         state=state, weights=weights, groups=_groups(state, weights, layout, names),
@@ -249,7 +249,7 @@ def _contents(
 
 
 def _not_in_fp8(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
-    """Modules in which readers that know them would look for scales: none are in the checkpoint."""
+    """Return the modules whose scales a reader would look for, but the checkpoint does not have."""
     # These are linear layers, experts whose weights are one tensor in high precision, and routers
     # beside experts in FP8.
     linear = [weight for weight in gemm_weights(model) if not weight.is_stack]
@@ -268,7 +268,7 @@ def _not_in_fp8(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors to write; a parameter that has several names is written under the first."""
+    """Return the tensors to write; a parameter with several names has its first name."""
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
@@ -286,7 +286,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _nonfinite(state: Mapping[str, Tensor]) -> dict[str, int]:
-    """How many elements of a tensor are NaN or infinite, by name, for tensors that have any."""
+    """Count the NaN and infinite elements of each tensor that has any, by name."""
     counts = {}
     for name, value in state.items():
         if value.dtype.is_floating_point or value.dtype.is_complex:
@@ -306,13 +306,13 @@ def _counts(nonfinite: Mapping[str, int]) -> str:
 def _groups(
     state: Mapping[str, Tensor], weights: Sequence[Weight], format: Format, names: SavedNames
 ) -> list[safetensors.Group]:
-    """All tensors, in the order of the model, under their names in the checkpoint."""
+    """Return all tensors in the order of the model, under their names in the checkpoint."""
     by_name: dict[str, list[Weight]] = {n: [] for weight in weights for n in weight.sources}
     for weight in weights:
         by_name[weight.sources[0]].append(weight)
     groups: list[safetensors.Group] = []
     for name, value in state.items():
-        for weight in by_name.get(name, ()):  # the matrices of experts have names already
+        for weight in by_name.get(name, ()):  # matrices of experts have their saved names already
             saved = tuple(names.renamed.get(name, name) for name in weight.names)
             groups.append(format.group(replace(weight, names=saved, parameters=weight.sources)))
         if name not in by_name:
@@ -335,7 +335,7 @@ def _values(value: Tensor) -> list[Tensor]:
 
 
 def _config_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, object]:
-    """``config.json`` without its ``quantization_config``."""
+    """Return the contents of ``config.json`` without the ``quantization_config``."""
     config: object = getattr(model, "config", None)
     config = getattr(config, "to_dict", lambda: config)()
     fields: dict[str, object] = dict(config) if isinstance(config, Mapping) else {}
@@ -348,7 +348,7 @@ def _config_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, objec
 
 
 def _notes(state: Mapping[str, Tensor], weights: Sequence[Weight], format: Format) -> Iterator[str]:
-    """Sentences about weights in 4 bits, and about those that some readers misread."""
+    """Iterate over notes about weights in 4 bits and weights that some readers misread."""
     if packed := [name for name, value in state.items() if isinstance(value, Float4Tensor)]:
         yield f"{listed(packed, 1)}: stored in 4 bits, written in high precision"
     cut = [

@@ -1,7 +1,7 @@
-"""``load_fp8``: load a checkpoint with FP8 or 4-bit weights into a model, as such or dequantized.
+"""``load_fp8`` loads a checkpoint with FP8 or 4-bit weights into a model, stored or dequantized.
 
-All that can be known without reading weights is checked before the model changes: names, shapes,
-dtypes, and the scales. Weights are then read one at a time, in pieces.
+Names, shapes, dtypes and scales are checked before the model changes, since they are known without
+reading weights. Weights are then read one at a time, each in pieces.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _RECIPES = {
     for recipe in ALL.values()
     if not recipe.linear.delayed
 }
-"""The recipe that uses a weight of these blocks and elements as it is stored."""
+"""The recipe that uses the bytes of a stored weight unchanged, by its blocks and elements."""
 _PART = re.compile(r".*-(\d{5})-of-(\d{5})\.safetensors")
 _COMPUTED = ("rotary_emb.inv_freq", "_extra_state", "input_global_scale")
-"""Suffixes of tensors in checkpoints that models compute, or that only other libraries use."""
+"""Suffixes of checkpoint tensors that models compute, or that only other libraries use."""
 _few = functools.partial(listed, most=8)
 
 
@@ -60,16 +60,16 @@ class LoadReport(Printed):
 
     path: str
     fp8: Mapping[str, str]
-    """How each parameter that is now stored in FP8 is stored."""
+    """The format of each parameter that is now stored in FP8, by name."""
     dequantized: tuple[str, ...]
-    """Parameters that are FP8 in the checkpoint, and high precision in the model."""
+    """Parameters that are quantized in the checkpoint and in high precision in the model."""
     plain: tuple[str, ...]
     """All other tensors that were loaded."""
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     fp4: Mapping[str, str] = field(default_factory=dict)
-    """How each parameter that is now stored in packed 4 bits is stored."""
+    """The format of each parameter that is now stored in packed 4 bits, by name."""
 
     def summary(self) -> str:
         """Say what was loaded, and what is missing."""
@@ -92,37 +92,37 @@ def load_fp8(
 ) -> LoadReport:
     """Load a checkpoint with weights in FP8 or packed 4 bits into a model.
 
-    Weights of linear layers become FP8-stored, one byte an element: the bytes and scales of the
-    checkpoint, ``requires_grad`` False, for inference or as the frozen base of adapters. Their
-    layers run in FP8 by the recipe whose blocks those are, unless they have one already; backward
-    gives the gradient of the input. A scale of activations in the checkpoint becomes the layer's
-    delayed scale, which evaluation does not change.
+    Weights of linear layers become FP8-stored, one byte an element. They hold the bytes and scales
+    of the checkpoint with ``requires_grad`` False, for inference or as the frozen base of adapters.
+    Unless the layers have a recipe already, they run in FP8 by the recipe that has these blocks.
+    Backward computes the gradient of the input. A scale of activations in the checkpoint becomes
+    the layer's delayed scale, which evaluation does not change.
 
-    Experts are loaded as the model has them: one by one, or stacked ``[experts, rows, columns]``,
-    as ``gate_up_proj`` and ``down_proj`` of Transformers 5 are. A stack is FP8-stored, too.
+    Experts are loaded in the model's layout: one by one, or stacked ``[experts, rows, columns]``
+    like ``gate_up_proj`` and ``down_proj`` of Transformers 5. A stack becomes FP8-stored, too.
 
-    Weights in NVFP4 or MXFP4 become ``Float4Tensor``s: the packed bytes of the checkpoint, frozen,
-    which are dequantized where they are used. Their layers run in high precision.
+    Weights in NVFP4 or MXFP4 become ``Float4Tensor``s, which hold the packed bytes of the
+    checkpoint, are frozen and are dequantized on use. Their layers run in high precision.
 
-    Names are the model's. What is known without reading weights is checked first, and the model
-    is unchanged if that fails.
+    Names are the model's. Everything that is known without reading weights is checked first, and
+    the model is unchanged if a check fails.
 
     Args:
-        source: a path as in ``float8lab.inspect.checkpoint``, in any of the layouts it knows
+        source: a path as in ``float8lab.inspect.checkpoint``, in any layout that function knows
             (docs/checkpoints.md), or a state dict.
         model: plain or converted, with or without weights stored in FP8; parameters on the meta
-            device come to be on the default device.
+            device are moved to the default device.
         dequantize: load all values in the dtypes of the model's parameters instead, for training
-            or other libraries. Nothing is converted then.
-        strict: every tensor of the model must be in the checkpoint, and no others.
+            or other libraries. No layer is converted then.
+        strict: require every tensor of the model in the checkpoint, and no other tensors.
 
     Returns:
         A printable report.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or incomplete, or its scales are.
-        ValueError: it does not fit the model.
-        OSError: it cannot be read.
+        CheckpointError: the checkpoint or its scales are damaged or incomplete.
+        ValueError: the checkpoint does not fit the model.
+        OSError: the checkpoint cannot be read.
 
     >>> stored = float8lab.quantize(torch.randn(256, 128), block=(128, 128))
     >>> state = {"weight": stored.qdata, "weight_scale_inv": stored.scale}
@@ -182,7 +182,7 @@ def _open(source: str | Path | Mapping[str, Tensor]) -> CheckpointSource:
 
 
 class _Targets:
-    """The tensors of a model by name, and where each is."""
+    """The tensors of a model by name, with the modules and devices where each is."""
 
     def __init__(self, model: nn.Module, devices: Mapping[str, torch.device]) -> None:
         state, default = model.state_dict(keep_vars=True), torch.get_default_device()
@@ -207,14 +207,14 @@ class _Targets:
         self.saved = saved_names(model).to_model()
 
     def multiplies(self, name: str) -> bool:
-        """Whether a parameter is the weight of linear layers alone, or a stack of experts'."""
+        """Whether a parameter is only the weight of linear layers, or a stack of experts."""
         target = id(self.state[name])
         users = {module for module, _ in self.places[target]}
         modules = {self.layers[n] for n in self.names[target] if n in self.layers}
         return bool(users and users == modules) or experts.is_stack(name, self.state[name])
 
     def replace(self, target: Tensor, value: Tensor) -> None:
-        """Put a tensor in every place of another."""
+        """Replace one tensor by another wherever a module has it."""
         for module, local in self.places[id(target)]:
             setattr(module, local, value)
 
@@ -224,33 +224,33 @@ class _Plan:
     """The tensors to load, those that have no counterpart, and the recipes that layers get."""
 
     stored: list[tuple[Item, list[str]]] = field(default_factory=list)
-    """Weights that stay as the checkpoint stores them, with all their names in the model."""
+    """Weights that keep the bytes of the checkpoint, each with all its names in the model."""
     values: list[tuple[Item, str]] = field(default_factory=list)
     loaded: set[int] = field(default_factory=set)
-    """Ids of the tensors of the model that have a counterpart."""
+    """The ids of the model's tensors that have a counterpart in the checkpoint."""
     input_scales: dict[str, float] = field(default_factory=dict)
     """Scales of activations by the part of the name before ``input_scale``, such as
     ``"model.layers.0.mlp.up_proj."``."""
     unused: list[str] = field(default_factory=list)
-    """Scales of activations of stacked experts."""
+    """Names of scales that belong to stacked experts, which do not use them."""
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     recipes: dict[str, Recipe] = field(default_factory=dict)
     """The recipe of each layer that gets one."""
     requantized: list[str] = field(default_factory=list)
-    """Layers whose own recipe casts the weights to other bytes than the checkpoint's."""
+    """Layers whose existing recipe requantizes the weights that the checkpoint has."""
     notes: list[str] = field(default_factory=list)
     damage: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """Why tensors of the checkpoint cannot be loaded into those of the model."""
+    """Reasons why tensors of the checkpoint cannot be loaded into the model's tensors."""
 
     def add(self, item: Item, targets: _Targets, *, dequantize: bool) -> None:
-        """Plan to load a tensor that the model has."""
+        """Plan how to load a tensor of the checkpoint that the model has, too."""
         target = targets.state[item.name]
         if problem := _problem(item, target):
             self.problems.append(problem)
         elif id(target) in self.loaded:
-            return  # another name of a tied parameter
+            return  # this is another name of a tied parameter
         elif item.quantized and not dequantize and targets.multiplies(item.name):
             self.stored.append((item, targets.names[id(target)]))
         else:
@@ -263,7 +263,7 @@ class _Plan:
         self.loaded.add(id(target))
 
     def add_input_scale(self, item: Item, targets: _Targets) -> None:
-        """Note the scale of a layer's activations."""
+        """Record the scale of a layer's activations."""
         stem = item.name.removesuffix("input_scale")
         value = item.entry.read().float().reshape(-1) if item.entry.dtype is not None else None
         if value is None or value.numel() != 1 or not bool((value > 0) & value.isfinite()):
@@ -275,7 +275,7 @@ class _Plan:
 
 
 def _plan(source: CheckpointSource, targets: _Targets, *, dequantize: bool, strict: bool) -> _Plan:
-    """Match a checkpoint and a model; raise if they do not fit."""
+    """Match a checkpoint with a model; raise if they do not fit."""
     plan = _Plan()
     items = experts.stack_experts(_named_as_in_the_model(recognize(source), targets), targets.state)
     stacked = [item for item in items if isinstance(item, experts.Stack)]
@@ -300,7 +300,7 @@ def _plan(source: CheckpointSource, targets: _Targets, *, dequantize: bool, stri
 def _check(
     plan: _Plan, path: str, stacks: Mapping[str, tuple[list[str], list[str]]], *, strict: bool
 ) -> None:
-    """Raise if a checkpoint is damaged or does not fit; note the stacks that are not loaded."""
+    """Raise if a checkpoint is damaged or does not fit; add notes on stacks that are not loaded."""
     if plan.damage:
         raise CheckpointError(
             f"{path} must have its FP8 weights whole; {_few(plan.damage, separator='; ')}. The "
@@ -309,13 +309,11 @@ def _check(
     problems = list(plan.problems)
     if strict:
         explained = {name for _, names in stacks.values() for name in names}
-        problems += [problem for of_stack, _ in stacks.values() for problem in of_stack]
+        problems += [problem for reasons, _ in stacks.values() for problem in reasons]
         problems += [f"{name} is missing" for name in plan.missing if name not in stacks]
         problems += [f"{n} is not in the model" for n in plan.unexpected if n not in explained]
     else:
-        plan.notes += [
-            f"{n} is not loaded: {_few(of_stack)}" for n, (of_stack, _) in stacks.items()
-        ]
+        plan.notes += [f"{n} is not loaded: {_few(reasons)}" for n, (reasons, _) in stacks.items()]
     if problems:
         raise ValueError(
             f"{path} must fit the model; {_few(problems, separator='; ')}. The model is "
@@ -325,7 +323,7 @@ def _check(
 
 
 def _named_as_in_the_model(items: Sequence[Item], targets: _Targets) -> list[Item]:
-    """Items of a Transformers model under the model's names, where its checkpoints have others."""
+    """Rename items to the model's names where a Transformers checkpoint has other names."""
     scales = {
         f"{saved.removesuffix('weight')}input_scale": f"{name.removesuffix('weight')}input_scale"
         for saved, name in targets.saved.items()
@@ -336,7 +334,7 @@ def _named_as_in_the_model(items: Sequence[Item], targets: _Targets) -> list[Ite
 
 
 def _damage(item: Item) -> list[str]:
-    """Sentences about damage to a quantized weight and its scales; empty if there is none."""
+    """Return sentences about damage to a quantized weight and its scales; empty without damage."""
     wrong = [f"{item.name}: {finding.text}" for finding in item.findings if finding.wrong]
     if item.spec is None or wrong:
         return wrong if _is_quantized(item) else []
@@ -348,12 +346,12 @@ def _damage(item: Item) -> list[str]:
 
 
 def _is_quantized(item: Item) -> bool:
-    """Whether it is a weight in FP8 or 4 bits, or made of such."""
+    """Whether an item is a weight in FP8 or 4 bits, or a stack of such weights."""
     return item.quantized or (isinstance(item, experts.Stack) and item.mixed)
 
 
 def _problem(item: Item, target: Tensor) -> str | None:
-    """Why a tensor cannot be loaded into another."""
+    """Return why a checkpoint's tensor cannot be loaded into the model's; None if it can."""
     entry = item.entry
     if is_dtensor(target):
         return f"{item.name} is sharded in the model (load before sharding)"
@@ -372,8 +370,8 @@ def _problem(item: Item, target: Tensor) -> str | None:
 
 
 def _stored(item: Item, target: Tensor, device: torch.device) -> nn.Parameter:
-    """The weight as the checkpoint stores it, frozen."""
-    spec = cast("Spec", item.spec)  # the plan stores quantized tensors alone
+    """Return the weight as the checkpoint stores it, frozen."""
+    spec = cast("Spec", item.spec)  # the plan's ``stored`` holds only quantized tensors
     if spec.is_packed:
         return nn.Parameter(_packed(item, spec, target.dtype, device), requires_grad=False)
     data = torch.empty(item.entry.shape, dtype=torch.uint8, device=device)
@@ -387,7 +385,7 @@ def _stored(item: Item, target: Tensor, device: torch.device) -> nn.Parameter:
 
 
 def _packed(item: Item, spec: Spec, dtype: torch.dtype, device: torch.device) -> Float4Tensor:
-    """The bytes of a weight in 4 bits; in memory the packed dimension comes last."""
+    """Return a weight in 4 bits; in memory the packed dimension comes last."""
     dim = spec.packed_dim
     shape = [n // 2 if d == dim else n for d, n in enumerate(item.entry.shape)]
     shape[dim], shape[-1] = shape[-1], shape[dim]
@@ -396,16 +394,16 @@ def _packed(item: Item, spec: Spec, dtype: torch.dtype, device: torch.device) ->
         place = list(box)
         place[dim] = slice(box[dim].start // 2, box[dim].stop // 2)
         packed[tuple(place)] = pack(item.qdata(box), dim).to(device)
-    scale = item.scales().to(spec.scale_dtype)  # which they were read from
+    scale = item.scales().to(spec.scale_dtype)  # exact: they had this dtype in the checkpoint
     if (tensor_scale := item.read_tensor_scale()) is not None:
         tensor_scale = tensor_scale.to(device)
     return Float4Tensor(packed, scale.to(device), tensor_scale, spec, dtype)
 
 
 def _load_values(item: Item, name: str, targets: _Targets) -> None:
-    """Load the values of a tensor, in the dtype that the model has."""
+    """Load the values of a tensor in the dtype of the model's tensor."""
     target = targets.state[name]
-    if target.is_meta or isinstance(target, Float4Tensor):  # which cannot be written to
+    if target.is_meta or isinstance(target, Float4Tensor):  # such tensors cannot be written to
         made = torch.empty(target.shape, dtype=target.dtype, device=targets.devices[name])
         if isinstance(target, nn.Parameter):
             made = nn.Parameter(made, requires_grad=target.requires_grad)
@@ -422,7 +420,7 @@ def _load_values(item: Item, name: str, targets: _Targets) -> None:
 
 
 def _run_in_fp8(model: nn.Module, plan: _Plan) -> None:
-    """Give the layers of FP8 weights recipes that use their bytes; note exceptions."""
+    """Give the layers of FP8 weights recipes that use these bytes; add notes on exceptions."""
     by_name = {name: item for item, names in plan.stored for name in names}
     stacks: dict[str, list[GemmWeight]] = {}
     for gemm in gemm_weights(model):
@@ -449,11 +447,11 @@ def _choose_for_gemm(plan: _Plan, gemm: GemmWeight, specs: Collection[Spec]) -> 
     """Choose the recipe of a linear layer whose weight is stored in these formats."""
     precision = gemm.precision
     if precision is not None and (precision.recipe is not None or precision.pinned):
-        # It is to cast to the blocks of one of these FP8 formats.
+        # The recipe must cast to the blocks of one of these FP8 formats.
         blocks = {spec.block for spec in specs if not any(s.is_packed for s in specs)}
         if precision.recipe is None or precision.recipe.linear.w.block not in blocks:
             plan.requantized.append(gemm.name)
-    elif all(not spec.is_packed for spec in specs):  # else in high precision
+    elif all(not spec.is_packed for spec in specs):  # otherwise it runs in high precision
         kinds = {(s.block, s.element_dtype) for s in specs if s.element_dtype == E4M3}
         recipe = _RECIPES.get(kinds.pop()) if len(kinds) == 1 else None
         static = any(name.removesuffix("weight") in plan.input_scales for name in gemm.paths)
@@ -468,7 +466,7 @@ def _choose_for_gemm(plan: _Plan, gemm: GemmWeight, specs: Collection[Spec]) -> 
 def _choose_for_stacks(
     plan: _Plan, weights: Sequence[GemmWeight], by_name: Mapping[str, Item]
 ) -> None:
-    """Choose the recipe of experts or another module that uses the weights as they are stored."""
+    """Choose a recipe for experts, or another module with stacks, that uses the stored bytes."""
     name = weights[0].name
     stored = [by_name[path] for weight in weights for path in weight.paths if path in by_name]
     if not any(item.fp8 for item in stored):
@@ -487,7 +485,7 @@ def _choose_for_stacks(
 def _set_input_scales(
     model: nn.Module, by_name: Mapping[str, Item], scales: Mapping[str, float]
 ) -> list[str]:
-    """Start delayed recipes from the checkpoint's scales; return the names of those not used."""
+    """Start delayed recipes from the checkpoint's scales; return the names of unused scales."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     used: set[str] = set()
     for gemm in gemm_weights(model):
@@ -498,7 +496,7 @@ def _set_input_scales(
         stems = [name.removesuffix("weight") for name in names]
         inputs = [scales[stem] for stem in stems if stem in scales]
         if inputs and isinstance(gemm.precision.recipe, DelayedScaling):
-            # The largest scale covers the weight, should it be requantized.
+            # The largest scale covers the entire weight if it is requantized.
             weight = max(float(by_name[name].scales().max()) for name in names)
             _start_delayed(gemm.precision, {X: max(inputs), W: weight})
             used |= {name.removesuffix("weight") for name in gemm.paths}
@@ -506,7 +504,7 @@ def _set_input_scales(
 
 
 def _start_delayed(precision: Precision, scales: Mapping[int, float]) -> None:
-    """Start the delayed recipe of a layer from scales by slot."""
+    """Start the delayed recipe of a layer from given scales, one for each slot."""
     for (recipe, _), slots in precision.slots.items():
         if recipe == precision.recipe:
             state = {name: slots.tensors()[name].clone() for name in ("scale", "seeded")}
@@ -520,7 +518,7 @@ def _start_delayed(precision: Precision, scales: Mapping[int, float]) -> None:
 
 
 def _fits(weight: GemmWeight, by_name: Mapping[str, Item], recipe: Recipe) -> bool:
-    """Whether a recipe uses a weight as a checkpoint stores it."""
+    """Whether a recipe uses the bytes of a weight as the checkpoint stores them."""
     stored = [item.spec for path in weight.paths if (item := by_name.get(path)) is not None]
     specs = specs_of_parameters(weight, recipe) or []
     return len(stored) == len(specs) > 0 and all(
@@ -532,7 +530,7 @@ def _fits(weight: GemmWeight, by_name: Mapping[str, Item], recipe: Recipe) -> bo
 
 
 def _say_what_stays(model: nn.Module, chosen: Container[str]) -> None:
-    """Let the conversion's report say why layers that the checkpoint has not in FP8 stay so."""
+    """Explain in the conversion report why layers without a recipe stay in high precision."""
     walk = walk_model(model)
     choosing = routers(walk.named_modules)
     for candidate in walk.candidates:
@@ -551,7 +549,7 @@ def _say_what_stays(model: nn.Module, chosen: Container[str]) -> None:
 
 
 def _convert(model: nn.Module, recipe: Recipe, layers: Container[str]) -> list[str]:
-    with warnings.catch_warnings():  # the notes say it
+    with warnings.catch_warnings():  # the notes report the same
         warnings.filterwarnings("ignore", "convert_to_float8 converted none")
         convert_to_float8(model, recipe, filter_fn=lambda _, name: name in layers)
     undone = [layer for layer in conversion_report(model).skipped if layer.name in layers]

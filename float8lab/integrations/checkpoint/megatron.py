@@ -1,4 +1,4 @@
-"""Read a checkpoint of Megatron-LM, by any number of ranks, as one rank would have it."""
+"""Read a Megatron-LM checkpoint, written by any number of ranks, as one rank would have it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from float8lab.inspect.checkpoint.report import selected
 __all__ = ["MegatronCheckpoint", "read_megatron"]
 
 _NOT_OF_MODEL = ("optimizer.", "rng_state", "rerun_state_machine_state")
-"""Beginnings of names that are not the model's."""
+"""The prefixes of tensor names that are not part of the model."""
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 
 
@@ -28,11 +28,11 @@ class MegatronCheckpoint:
 
     path: str
     kind: str
-    """The format, and of how many ranks it was."""
+    """The format, and the number of ranks that wrote the checkpoint."""
     state: dict[str, Tensor] = field(repr=False)
     """The state dict of the model, unsharded, under Megatron's names."""
     args: SimpleNamespace = field(repr=False)
-    """The arguments of the program that wrote it, those that are plain values."""
+    """The arguments of the program that wrote the checkpoint, without those not plain values."""
 
 
 def read_megatron(
@@ -40,25 +40,25 @@ def read_megatron(
 ) -> MegatronCheckpoint:
     """Read the model of a Megatron-LM checkpoint as the state dict that one rank would have.
 
-    Tensor-parallel shards are joined, and the layers of pipeline ranks counted through. No code is
-    run from the files: objects of Megatron's classes are left out.
+    Tensor-parallel shards are joined, and layers are numbered across pipeline ranks. No code from
+    the files is run: objects of Megatron's classes are left out.
 
     Args:
-        path: a checkpoint of the formats ``torch`` (folders ``mp_rank_*``) or ``torch_dist``, or
-            the folder of several iterations, of which the last is read.
-        layer: globs of names of tensors or modules, as ``"decoder.layers.0"``; others are not read,
-            for models that are loaded layer by layer.
-        vocab_size: of the tokenizer; rows of the embedding and of the output layer above it, which
-            Megatron adds for a number of ranks, are cut off. None keeps them.
+        path: a checkpoint in the format ``torch`` (folders ``mp_rank_*``) or ``torch_dist``, or a
+            folder of several iterations, of which the last one is read.
+        layer: globs of the names of the tensors or modules to read, such as ``"decoder.layers.0"``,
+            for models that are loaded layer by layer. By default all are read.
+        vocab_size: the tokenizer's; Megatron pads the embedding and the output layer for a number
+            of ranks, and the rows beyond ``vocab_size`` are cut off. None keeps them.
 
     Returns:
         The state dict, on the CPU, and the arguments. ``to_transformer_layers(state, "megatron")``
         gives its layers the names of ``TransformerLayer``.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or of a kind that is not read:
+        CheckpointError: a file is missing or damaged, or of an unsupported kind:
             expert-parallel ranks in the format ``torch``, or copies of keys and values.
-        OSError: it does not exist, or may not be read.
+        OSError: the checkpoint does not exist, or may not be read.
     """
     check_path("path", path)
     globs = check_names("layer", layer)

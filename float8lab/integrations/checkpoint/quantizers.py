@@ -1,8 +1,8 @@
-"""Models that Transformers loaded from quantized checkpoints, as the models that they are of.
+"""Restore the plain layers of models that Transformers loaded from quantized checkpoints.
 
-``from_pretrained`` puts layers of its own in place of a model's (``FP8Linear``, ``FP8Experts``), or
-compressed-tensors wraps theirs: FP8 data and scales as parameters, which cannot be trained. Where
-it dequantizes, the model remembers to quantize what it saves, which its own Trainer cannot read.
+``from_pretrained`` replaces a model's layers by its own (``FP8Linear``, ``FP8Experts``), or
+compressed-tensors wraps them; their parameters are FP8 data and scales, which cannot be trained. A
+model dequantized on loading quantizes what it saves, and its own Trainer cannot read that.
 
 Source: Transformers, ``quantizers/base.py`` and ``core_model_loading.py``.
 """
@@ -19,14 +19,14 @@ from torch import nn
 __all__ = ["without_quantizer"]
 
 _CONVERSIONS = "_weight_conversions"
-"""The attribute in which a model remembers how it was loaded; None is the way of its class."""
+"""The attribute in which a model keeps how it was loaded; None stands for its class's default."""
 
 
 @contextlib.contextmanager
 def without_quantizer(model: nn.Module) -> Iterator[dict[str, torch.device]]:
-    """Give a model the layers that its class has, for good unless the body raises.
+    """Give a model the layers of its class, permanently unless the body of the ``with`` raises.
 
-    Yields the devices of the parameters of these layers, which are on the meta device, by name.
+    Yields by name the devices to which the new layers' parameters, now on the meta device, belong.
     """
     before = dict(vars(model))
     quantizer = before.get("hf_quantizer")
@@ -50,12 +50,12 @@ def without_quantizer(model: nn.Module) -> Iterator[dict[str, torch.device]]:
         raise
     if quantizer is not None:
         quantizer.remove_quantization_config(model)
-    if hook := before.get("ct_decompress_hook"):  # by which compressed-tensors dequantizes
+    if hook := before.get("ct_decompress_hook"):  # with this hook compressed-tensors dequantizes
         hook.remove()
 
 
 def _replace_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Put layers of the model's class, on the meta device, in place of those that differ."""
+    """Replace layers by those of the model's class, on the meta device, where they differ."""
     with torch.device("meta"):
         original = type(model)(model.config).to(cast("torch.dtype", model.dtype))
     layers = dict(model.named_modules())

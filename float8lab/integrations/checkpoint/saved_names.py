@@ -1,10 +1,10 @@
-"""The names under which Transformers saves the tensors of its models, and by which it finds them.
+"""Find the names under which Transformers saves and loads the tensors of its models.
 
-Since its release 5 models have parameters that their checkpoints do not: stacks of all experts, in
-place of each expert's matrices, and tensors of other names (Mixtral's ``block_sparse_moe``). These
-differ between models and releases, so the installed release is asked, by the function that its
-``save_pretrained`` calls. The function is given stand-ins: a stack's has numbers as elements, which
-tell the expert and the rows.
+Since release 5 its models have parameters that their checkpoints do not have: stacks of all experts
+in place of each expert's matrices, and tensors of other names (Mixtral's ``block_sparse_moe``). The
+names differ between models and releases, so we call the function of the installed release that
+``save_pretrained`` calls, on stand-ins for the tensors. The elements of a stack's stand-in are
+consecutive numbers, from which expert and rows can be told in the result.
 
 Source: Transformers, ``core_model_loading.py``, ``revert_weight_conversion``.
 """
@@ -24,7 +24,7 @@ from float8lab.checkpoints.experts import STACKED, is_stack, matrix_name
 __all__ = ["SavedNames", "saved_names"]
 
 _LOADING = "transformers.core_model_loading"
-"""Transformers' module of conversions, which releases before 5 do not have."""
+"""The Transformers module that converts weights, which releases before 5 do not have."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,20 @@ class SavedNames:
     matrices: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     """The matrices of each expert of a stack, in the order of the stack's rows."""
     stacks: Mapping[str, str] = field(default_factory=dict)
-    """Stacks of experts that are not saved matrix by matrix: under which name, if it is known."""
+    """The saved name of each stack that is not saved matrix by matrix; empty if unknown."""
 
     def matrix(self, stack: str, expert: int, index: int) -> str:
-        """The name of a matrix of a stack; the usual one where Transformers says nothing."""
+        """Return the saved name of a stack's matrix; the usual name if Transformers gives none."""
         matrices = self.matrices.get(stack)
         return matrices[expert][index] if matrices else matrix_name(stack, expert, index)
 
     def matrices_per_expert(self, stack: str) -> int:
-        """How many matrices each expert of a stack has."""
+        """Return how many matrices each expert of a stack has."""
         matrices = self.matrices.get(stack)
         return len(matrices[0] if matrices else STACKED[stack.rpartition(".")[2]])
 
     def to_model(self) -> dict[str, str]:
-        """The names in the model, those of matrices as usual, by the names in checkpoints."""
+        """Map names in checkpoints to names in the model; matrices have their usual names."""
         names_in_model = {saved: name for name, saved in self.renamed.items()}
         names_in_model |= {
             saved: matrix_name(stack, expert, i)
@@ -62,8 +62,8 @@ class SavedNames:
 
 
 def saved_names(model: nn.Module) -> SavedNames:
-    """The names that Transformers gives the tensors of a model; none if the model is not one of its
-    own.
+    """Return the names under which Transformers saves a model's tensors; no names for a model that
+    is not a Transformers model.
 
     >>> saved_names(torch.nn.Linear(8, 8)).renamed
     {}
@@ -100,15 +100,15 @@ def saved_names(model: nn.Module) -> SavedNames:
 
 
 _STAND_IN = (4, 2)
-"""Rows and columns of an expert's stand-in: rows that alternate are told from halves."""
+"""Rows and columns of an expert's stand-in: four rows tell alternating rows from halves."""
 _EACH = 8
-"""Its elements."""
+"""The number of elements of an expert's stand-in."""
 
 
 def _matrices(
     stacks: Mapping[str, range], saved: Mapping[str, Tensor]
 ) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """The names of the matrices of stacks whose experts are all saved so, in halves or whole."""
+    """Return the names of the matrices of stacks that are saved as one or two for each expert."""
     rows, columns = _STAND_IN
     by_first: dict[int, tuple[str, int]] = {}
     for name, value in saved.items():

@@ -3,10 +3,10 @@
 TransformerEngine's modules save a pickle, as ``<module>._extra_state``. Only tensors and plain
 values are loaded from it; objects of TransformerEngine itself become objects without code.
 
-The state has, for each GEMM of a module, the scales of input, weight and output, in this order,
-and for backward the scales of the gradients of output and input. Scales are encode factors. Row 0
-of a history is the amax since the last update; the others, from the last to row 1, are the past,
-newest first.
+For each GEMM of a module the state has the scales of input, weight and output, in this order, and
+for backward the scales of the gradients of output and input. Scales are encode factors. Row 0 of a
+history is the amax since the last update. The other rows are past amaxes: the last row is the
+newest and row 1 the oldest.
 
 Sources: TransformerEngine's documentation of delayed scaling and of recipe.h; the names and shapes
 in its checkpoints.
@@ -37,7 +37,7 @@ __all__ = ["ScalingReport", "load_te_scaling"]
 
 _KEY = "_extra_state"
 _FORWARD, _BACKWARD = 3, 2
-"""Tensors of a GEMM in the saved state, in forward and in backward."""
+"""The number of tensors of a GEMM in the saved state, in forward and in backward."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,7 +45,7 @@ class ScalingReport(Printed):
     """The result of ``load_te_scaling``; ``print`` it."""
 
     loaded: tuple[str, ...]
-    """Modules that have their scales now."""
+    """Modules whose scales were loaded."""
     ignored: tuple[str, ...]
     """Modules of the checkpoint, such as attention, whose scales have no counterpart here."""
     recipe: DelayedScaling
@@ -53,7 +53,7 @@ class ScalingReport(Printed):
     says."""
 
     def summary(self) -> str:
-        """Say what was loaded, in a line."""
+        """Say in one line what was loaded."""
         ignored = f"; ignored: {', '.join(self.ignored)}" if self.ignored else ""
         return f"scales of {len(self.loaded)} modules, {self.recipe!r}{ignored}"
 
@@ -65,22 +65,22 @@ def load_te_scaling(
 ) -> ScalingReport:
     """Continue with the scales and amax histories of a TransformerEngine checkpoint.
 
-    Weights are loaded by ``model.load_state_dict`` as ever; this reads the ``_extra_state`` of each
-    module, without running code from it. Modules have the names that they have in the checkpoint;
-    the two GEMMs of a ``LayerNormMLP`` may have a state each, ``fc1`` and ``fc2``, as Megatron-LM's
-    have. Tensor-parallel ranks have equal scales there: any rank's state will do.
+    ``model.load_state_dict`` loads the weights as usual. This function reads the ``_extra_state``
+    of each module without running code from it. Modules must have their names of the checkpoint.
+    The two GEMMs of a ``LayerNormMLP`` may each have a state, ``fc1`` and ``fc2``, as those of
+    Megatron-LM have. Tensor-parallel ranks have equal scales there, so any rank's state will do.
 
     Args:
         source: the state dict, or a checkpoint in files as in ``float8lab.inspect.checkpoint``.
-        model: of ``TransformerLayer`` and its parts, or converted layers of these names.
-        recipe: under which the model's modules will run; None is a converted module's own, or
-            else the report's ``recipe``, to be given to ``autocast``.
+        model: made of ``TransformerLayer`` and its parts, or of converted layers of these names.
+        recipe: the recipe under which the model's modules will run; None is a converted module's
+            own or, if it has none, the report's ``recipe``, which you then pass to ``autocast``.
 
     Raises:
         CheckpointError: the state is damaged, has other shapes, or names code.
-        ValueError: it holds no delayed scales, or a module that is not in the model.
+        ValueError: the state holds no delayed scales, or a module that is not in the model.
 
-    The model is unchanged if it raises.
+    The model is unchanged if this raises.
     """
     check_module("model", model)
     check_instance("recipe", recipe, DelayedScaling, "a DelayedScaling", optional=True)
@@ -113,7 +113,7 @@ def load_te_scaling(
 
 
 def _precisions_by_name(model: nn.Module) -> dict[str, tuple[Precision, ...]]:
-    """The FP8 state of each module; in Megatron each GEMM of a fused module is one itself."""
+    """Return the FP8 states of each module and, as in Megatron, of each GEMM of a fused module."""
     modules: dict[str, tuple[Precision, ...]] = {}
     for name, module in model.named_modules():
         gemms = list(precisions(module))
@@ -124,7 +124,7 @@ def _precisions_by_name(model: nn.Module) -> dict[str, tuple[Precision, ...]]:
 
 
 def _extra_states(source: str | Path | Mapping[str, object]) -> dict[str, object]:
-    """The extra state that each module saved, by the module's name."""
+    """Return the extra state that each module saved, by the module's name."""
     if not isinstance(source, Mapping):
         check_path("source", source)
         entries = open_checkpoint(source).entries
@@ -137,7 +137,7 @@ def _extra_states(source: str | Path | Mapping[str, object]) -> dict[str, object
 
 
 def _unpickled(name: str, value: object) -> Mapping[str, object] | None:
-    """The saved state of a module; None if it has no delayed scales."""
+    """Return the saved state of a module; None if it has no delayed scales."""
     key = f"{name}.{_KEY}" if name else _KEY
     with refusing(f"{key} must be as TransformerEngine saves it; it is damaged"):
         if isinstance(value, Tensor) and value.dtype == torch.uint8:
@@ -147,7 +147,7 @@ def _unpickled(name: str, value: object) -> Mapping[str, object] | None:
             file = io.BytesIO(content)
             value = load_restricted(file, TRANSFORMER_ENGINE_STATE, subject) if content else None
     if value is None or (isinstance(value, dict) and "scale_fwd" not in value):
-        return None  # of a module that did not run in FP8, or by another recipe
+        return None  # the module did not run in FP8, or had a recipe without delayed scales
     if not isinstance(value, dict):
         raise CheckpointError(f"{key} must be a dict; it is a {type(value).__name__}.")
     return value
@@ -157,15 +157,15 @@ def _unpickled(name: str, value: object) -> Mapping[str, object] | None:
 
 
 _Scaling = tuple[Tensor, Tensor]
-"""The delayed scaling state of one tensor: its encode factor, and its history of amaxes."""
+"""The delayed scaling state of one tensor: its encode factor and its history of amaxes."""
 _GemmScales = Sequence[_Scaling]
-"""The state of a GEMM's input, weight and output gradient."""
+"""The states of a GEMM's input, weight and output gradient, in this order."""
 
 
 def _scales_of_gemms(
     name: str, state: Mapping[str, object], count: int
 ) -> list[_GemmScales] | None:
-    """The state of each of a module's GEMMs; None if another number of them was saved."""
+    """Return the state of each GEMM of a module; None if another number of GEMMs was saved."""
     forward, backward = (_saved_scales(name, state, suffix) for suffix in ("fwd", "bwd"))
     if not count or (len(forward), len(backward)) != (_FORWARD * count, _BACKWARD * count):
         return None
@@ -176,7 +176,7 @@ def _scales_of_gemms(
 
 
 def _saved_scales(name: str, state: Mapping[str, object], suffix: str) -> list[_Scaling]:
-    """The state of a module's tensors in forward or in backward, in the order in which it is."""
+    """Return the state of a module's tensors in forward or backward, in the saved order."""
     scale = _saved_tensor(name, state, f"scale_{suffix}", 1)
     history = _saved_tensor(name, state, f"amax_history_{suffix}", 2)
     if len(scale) != history.shape[1] or not bool((scale > 0).all()):
@@ -200,12 +200,12 @@ def _saved_tensor(name: str, state: Mapping[str, object], key: str, ndim: int) -
 
 
 def _converted(scales: _GemmScales, slots: DelayedSlots) -> dict[str, Tensor]:
-    """The tensors of ``DelayedSlots`` for a GEMM, converted from its saved state."""
+    """Convert the saved state of a GEMM to the tensors of ``DelayedSlots``."""
     names = ("history", "amax", "scale", "encode", "seeded", "steps")
     values = {name: slots.tensors()[name].clone() for name in names}
     for slot, (encode, history) in zip((X, W, DY), scales, strict=True):
         if float(encode) == 1.0 and not bool(history.any()):
-            continue  # never used
+            continue  # this tensor was never cast
         past = history[1:].flip(0)[: values["history"].shape[0]]
         values["history"][:, slot] = 0.0
         values["history"][: len(past), slot] = past
@@ -216,14 +216,14 @@ def _converted(scales: _GemmScales, slots: DelayedSlots) -> dict[str, Tensor]:
 
 
 def _recipe(state: Mapping[str, object]) -> DelayedScaling:
-    """The recipe in a module's saved state, as far as that says; scales are no powers of two."""
+    """Return the recipe as far as a module's saved state has it; scales are no powers of two."""
     recipe = state.get("recipe")
     extra = state.get("extra_fp8_variables")
     if recipe is None and isinstance(extra, Mapping):
         recipe = extra.get("recipe")
     fields = getattr(recipe, "__dict__", {})
     margin, algorithm = fields.get("margin", 0), fields.get("amax_compute_algo", "max")
-    # The format is an enumeration of pairs, each of which has names or not.
+    # The format is an enumeration of pairs of maxima, whose two members may lack names.
     pair = (*getattr(fields.get("fp8_format"), "values", ()), None)[0]
     gradients = getattr(pair, "max_bwd", (*getattr(pair, "values", ()), None, None)[1])
     history = state.get("amax_history_fwd")

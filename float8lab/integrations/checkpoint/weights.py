@@ -1,12 +1,12 @@
-"""The weights of a model's FP8 GEMMs, and the bytes of these that the GEMMs use.
+"""Find the weights of a model's FP8 GEMMs, and the FP8 bytes that these GEMMs use.
 
-Bytes come from the very cast that modules run, with the scales in force: a weight in high precision
-has the bytes that a forward in evaluation would use now, and a weight stored in FP8 has its own.
+The bytes come from the same cast that modules run, with the current scales. A weight in high
+precision gets the bytes that a forward in evaluation mode would use now; a weight stored in FP8
+keeps its own bytes.
 
-Nouns: a *GEMM weight* is what a module casts at once: a matrix, or a *stack* of experts' matrices,
-``[E, N, K]``. It is made of one parameter in whatever layout, or of several whose rows are joined.
-A weight that its layer has transposed counts as a stack of one.
-"""
+Nouns: a *GEMM weight* is what a module casts in one cast: a matrix, or a *stack* of the matrices of
+experts, ``[E, N, K]``. It consists of one parameter, in any layout, or of several parameters whose
+rows are joined. A weight that its layer stores transposed counts as a stack of one matrix."""
 
 from __future__ import annotations
 
@@ -49,51 +49,51 @@ __all__ = [
 
 
 class GemmWeight(NamedTuple):
-    """A matrix, or a stack of matrices, that a module casts at once."""
+    """A matrix, or a stack of matrices, that a module casts in one cast."""
 
     module: nn.Module
     name: str
-    """Qualified name of the module."""
+    """The qualified name of the module."""
     local_names: tuple[str, ...]
-    """The names of its parameters below the module."""
+    """The names of the weight's parameters, relative to the module."""
     precision: Precision | None
-    """None for modules that were not converted."""
+    """The FP8 state of the GEMM; None for modules that were not converted."""
     shape: tuple[int, ...]
-    """``[E, N, K]`` of a stack, the matrices of all experts or of this one; ``()`` of a matrix."""
+    """``[E, N, K]`` for a stack, where E is 1 if it holds one expert; ``()`` for a matrix."""
     matrices: Callable[[slice], Tensor]
-    """The matrix, or those of some experts, in high precision."""
+    """Returns the matrix, or the matrices of a slice of the experts, in high precision."""
     lay_out: Callable[[Tensor], Sequence[Tensor]]
-    """The cast of the whole weight, laid out as each of its parameters is."""
+    """Splits the cast of the entire weight into tensors with the layouts of its parameters."""
     obstacle: str = ""
-    """Why no format of another library has names for it; empty if one has."""
+    """The reason why no other library's format has names for this weight; empty if one has."""
     first: int = 0
-    """The number of the first expert."""
+    """The number of the first expert in the stack."""
 
     @property
     def is_stack(self) -> bool:
-        """Whether it is a stack."""
+        """Whether this weight is a stack."""
         return bool(self.shape)
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Qualified names of the parameters."""
+        """Return the qualified names of the parameters."""
         return tuple(f"{self.name}.{local}" if self.name else local for local in self.local_names)
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters; parametrized, their values."""
+        """Return the parameters, or their computed values where they are parametrized."""
         return [_tensor(self.module, local) for local in self.local_names]
 
     @property
     def castable(self) -> bool:
-        """Whether its module can be converted; experts in a loop of a model's own cannot."""
+        """Whether the module can be converted; experts in a model's own Python loop cannot."""
         return isinstance(self.module, (ExpertsBase, GroupedLinear)) or bool(
             experts_class(self.module) or known_linear(type(self.module))
         )
 
 
 def is_stored(x: Tensor) -> bool:
-    """Whether a parameter, or the shard that this rank has of it, is stored in FP8."""
+    """Whether a parameter, or this rank's shard of the parameter, is stored in FP8."""
     return isinstance(local_of(x), Float8Tensor)
 
 
@@ -102,11 +102,11 @@ def _tensor(module: nn.Module, path: str) -> Tensor:
 
 
 Read = Callable[[nn.Module, str], Tensor]
-"""``read_unsharded``, or the same with a memory."""
+"""The type of ``read_unsharded``, and of a cached version of that function."""
 
 
 def read_unsharded(module: nn.Module, path: str) -> Tensor:
-    """A parameter of a module, detached; a collective if it is sharded."""
+    """Return a module's parameter, detached and unsharded; a collective if it is sharded."""
     value = _tensor(module, path)
     if not is_dtensor(value):
         return value.detach()
@@ -116,9 +116,9 @@ def read_unsharded(module: nn.Module, path: str) -> Tensor:
 
 
 def gemm_weights(model: nn.Module, read: Read = read_unsharded) -> list[GemmWeight]:
-    """The weights of a model: matrices, in its order, and then stacks.
-    A module that is used twice comes once. Layers of other libraries, such as Conv1D, have stacks
-    of one, since no reader has an FP8 form for them."""
+    """Return the GEMM weights of a model: all matrices in the model's order, then all stacks.
+    A module that is used twice is listed once. Layers of other libraries, such as Conv1D, are
+    listed as stacks of one matrix, since no reader has an FP8 form for them."""
     weights: list[GemmWeight] = []
     for name, module in model.named_modules():
         linear_class = known_linear(type(module))
@@ -135,7 +135,7 @@ def gemm_weights(model: nn.Module, read: Read = read_unsharded) -> list[GemmWeig
 
 
 def _matrices_of(name: str, module: nn.Module, read: Read) -> Iterator[GemmWeight]:
-    """The weights of a module of linear layers."""
+    """Iterate over the weights of a module that consists of linear layers."""
     definitions = module.gemms if isinstance(module, GemmModule) else ()
     states: dict[tuple[str, ...], Precision | None] = {}
     for gemm, precision in precisions(module):
@@ -163,7 +163,7 @@ def _stack_of_linear(name: str, module: nn.Module, linear_class: type) -> GemmWe
 
 
 def _stacks_of_grouped(name: str, module: GroupedLinear, read: Read) -> Iterator[GemmWeight]:
-    """One stack of all experts, or one for each expert's weight."""
+    """Iterate over the stacks: one stack of all experts, or one for the weight of each expert."""
     obstacle = "no other library has names for the weights of GroupedLinear"
     for index, local in enumerate(module.gemms[0].weights):
         shape = _tensor(module, local).shape
@@ -172,7 +172,7 @@ def _stacks_of_grouped(name: str, module: GroupedLinear, read: Read) -> Iterator
 
 
 def _stacks_of_experts(name: str, module: nn.Module, read: Read) -> Iterator[GemmWeight]:
-    """The weights of experts, converted or not, and other stacks that are stored in FP8."""
+    """Iterate over the weights of experts, converted or not, and other stacks stored in FP8."""
     if (kind := experts_class(module)) is not None:
         weights = kind.weights(module)
     elif isinstance(module, ExpertsBase):
@@ -198,7 +198,7 @@ def _joined(
     name: str, module: nn.Module, local_names: tuple[str, ...], experts: int | None, read: Read, *,
     transposed: bool = False,
 ) -> GemmWeight:  # fmt: skip
-    """Parameters whose rows are joined: matrices, or stacks ``[E, N, K]`` or ``[E * N, K]``."""
+    """Join rows of parameters: matrices, or stacks of shape ``[E, N, K]`` or ``[E * N, K]``."""
     shapes = [tuple(_tensor(module, local).shape) for local in local_names]
 
     def weight_of(value: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def _joined(
 
 
 def _obstacle(module: nn.Module, local: str, weight: ExpertWeight) -> str:
-    """Why no other library has names for the matrices in a parameter, if none has."""
+    """Return why no other library has names for a parameter's matrices; empty if one has."""
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     down = parameters.get("down_proj")
     up = parameters.get("gate_up_proj", parameters.get("up_proj"))
@@ -245,14 +245,13 @@ def find_weights(
     model: nn.Module, *, recipe: Recipe | None, default: Recipe, exclude: Sequence[str],
     share_scales: Sequence[Sequence[str]], unseen: bool, names: SavedNames,
 ) -> tuple[list[Weight], dict[str, str]]:  # fmt: skip
-    """The weights to store in FP8: of layers that run in FP8 or, without any, all ``nn.Linear``;
-    and why parameters whose layers run in FP8 are not among them.
+    """Return the weights to store in FP8, and why other parameters of FP8 layers are left out.
 
-    ``recipe`` is for layers that have none of their own, and ``default`` for those that have none
-    then, nor delayed scales; the others are arguments of ``export``, and the names under which it
-    saves the matrices of experts.
-    """
-    # It holds the last parameter, whose matrices are read one by one where it is a stack.
+    The weights are those of layers that run in FP8 or, if no layer does, of all ``nn.Linear``.
+    ``recipe`` is for layers without a recipe of their own. ``default`` is for layers that then have
+    neither a recipe nor delayed scales. ``names`` are the names under which ``export`` saves the
+    matrices of experts. The other arguments are those of ``export``."""
+    # The cache holds the last parameter, since the matrices of a stack are read one by one.
     read = functools.lru_cache(maxsize=1)(read_unsharded)
     candidates = gemm_weights(model, read)
     converted = any(
@@ -263,7 +262,7 @@ def find_weights(
     reasons: dict[str, str] = {}
 
     def choose(weight: GemmWeight) -> tuple[Recipe, Float8Spec] | str:
-        """How a weight is cast, or why it is not: empty where its layer does not run in FP8."""
+        """Return how to cast a weight, or why not: empty if its layer does not run in FP8."""
         parameters, chosen = weight.parameters, _recipe(weight.precision, recipe, default)
         passed_over = weight.precision is None and (converted or weight.is_stack)
         passed_over |= any(isinstance(parameter, Float4Tensor) for parameter in parameters)
@@ -298,7 +297,7 @@ def _excluded_by(name: str, exclude: Sequence[str]) -> str | None:
 
 
 def specs_of_parameters(weight: GemmWeight, recipe: Recipe) -> list[Float8Spec] | None:
-    """How parameters that hold the cast of a weight are stored; None if no blocks say it."""
+    """Return the spec of each parameter that holds a weight's cast; None if no blocks fit."""
     spec = recipe.linear.w
     if not weight.is_stack:
         rows = [parameter.shape[0] for parameter in weight.parameters]
@@ -310,7 +309,7 @@ def specs_of_parameters(weight: GemmWeight, recipe: Recipe) -> list[Float8Spec] 
                 "recipe with other blocks."
             )
         return [spec] * len(rows)
-    batch = spec_of_experts(spec)  # of a tensor without values
+    batch = spec_of_experts(spec)  # the tensors below are on the meta device, without values
     scale = torch.empty(batch.scale_shape(weight.shape), device="meta")
     data = torch.empty(weight.shape, dtype=torch.uint8, device="meta").view(batch.fp8_dtype)
     with fallback("silent"):
@@ -323,7 +322,7 @@ def _cast(
     weight: GemmWeight, recipe: Recipe, experts: slice = slice(None), scale: Tensor | None = None,
     *, amax: bool = False,
 ) -> Float8Tensor:  # fmt: skip
-    """Cast a weight as a forward in evaluation would now, or by a scale per tensor."""
+    """Cast a weight as a forward in evaluation would cast it now, or by a given tensor scale."""
     x, spec = weight.matrices(experts), recipe.linear.w
     with torch.no_grad():
         if scale is not None or weight.is_stack:
@@ -348,7 +347,7 @@ def _cast(
 def _params_of_experts(
     weight: GemmWeight, recipe: Recipe, x: Tensor, start: int
 ) -> QuantParams | None:
-    """The delayed factors of experts' matrices, from ``start`` on; None under other recipes."""
+    """Return the delayed factors of experts from ``start`` on; None under other recipes."""
     if weight.precision is None or not isinstance(recipe, DelayedScaling):
         return None
     slots = delayed_slots(weight.precision, recipe, x.device)
@@ -361,13 +360,13 @@ def _params_of_experts(
 
 
 def _buffers(x: Tensor) -> Stored:
-    """The buffers of a Float8Tensor."""
+    """Return the buffers of a Float8Tensor."""
     stored = cast("Float8Tensor", x)
     return Stored(stored.qdata, stored.scale, stored.amax)
 
 
 def _stored_weights(weight: GemmWeight, names: SavedNames, read: Read) -> Iterator[Weight]:
-    """The parameters of a weight, which are stored in FP8."""
+    """Describe each parameter of a weight whose parameters are stored in FP8."""
     recipe = None if weight.precision is None else weight.precision.recipe
     for local, path, parameter in zip(
         weight.local_names, weight.paths, weight.parameters, strict=True
@@ -394,7 +393,7 @@ def _stored_weights(weight: GemmWeight, names: SavedNames, read: Read) -> Iterat
 
 
 def _cast_weight(weight: GemmWeight, recipe: Recipe, spec: Float8Spec, names: SavedNames) -> Weight:
-    """A weight in high precision, which a recipe casts."""
+    """Describe a weight in high precision that a recipe casts."""
 
     def make(scale: Tensor | None = None, *, amax: bool = False) -> list[Stored]:
         return [_buffers(x) for x in weight.lay_out(_cast(weight, recipe, scale=scale, amax=amax))]
@@ -409,7 +408,7 @@ def _described(
     weight: GemmWeight, paths: tuple[str, ...], spec: Float8Spec, recipe: Recipe | None,
     make: Callable[..., list[Stored]], make_matrix: Callable[..., list[Stored]], names: SavedNames,
 ) -> Weight:  # fmt: skip
-    """A weight as it is written; ``make_matrix`` makes rows of an expert's matrix."""
+    """Describe a weight as it is written; ``make_matrix`` makes rows of an expert's matrix."""
     parameters = dict(zip(weight.paths, weight.parameters, strict=True))
     shapes = tuple(tuple(parameters[path].shape) for path in paths)
     if not weight.is_stack:
@@ -427,7 +426,7 @@ def _split_experts(
     weight: GemmWeight, spec: Float8Spec, make_matrix: Callable[..., list[Stored]],
     names: SavedNames,
 ) -> tuple[Weight, ...]:  # fmt: skip
-    """The matrices of the experts in a stack, under the names that other libraries read."""
+    """Return the matrices of the experts in a stack under the names that other libraries read."""
     experts, rows, columns = weight.shape
     (path,) = weight.paths
     if path in names.stacks:
@@ -465,7 +464,7 @@ def _split_experts(
 
 
 def _used_otherwise(model: nn.Module, weights: Sequence[GemmWeight]) -> set[int]:
-    """Parameters that some module uses in another way, as an embedding does."""
+    """Return the ids of parameters that a module uses in another way, as an embedding does."""
     paths = [(w.module, local.rpartition(".")) for w in weights for local in w.local_names]
     ours = {(module.get_submodule(below), local) for module, (below, _, local) in paths}
     return {
@@ -477,7 +476,7 @@ def _used_otherwise(model: nn.Module, weights: Sequence[GemmWeight]) -> set[int]
 
 
 def _recipe(precision: Precision | None, asked: Recipe | None, default: Recipe) -> Recipe | None:
-    """The recipe by which a weight is cast; None if it is not cast."""
+    """Return the recipe by which a weight is cast; None if the weight is not cast."""
     if precision is None:
         return asked or default
     if precision.pinned:
@@ -490,14 +489,14 @@ def _recipe(precision: Precision | None, asked: Recipe | None, default: Recipe) 
 def delayed_slots(
     precision: Precision, recipe: DelayedScaling, device: torch.device
 ) -> DelayedSlots:
-    """The delayed scales of a layer under a recipe, made if there are none."""
+    """Return the delayed scales of a layer under a recipe; create them if there are none."""
     if not any(used == recipe for used, _ in precision.slots):
         precision.prepare(device, recipe)
     return next(slots for (used, _), slots in precision.slots.items() if used == recipe)
 
 
 def _input_scale(precision: Precision | None, recipe: Recipe | None) -> Tensor | None:
-    """The scale of the input under a delayed recipe; None unless the recipe has seen an input."""
+    """Return the input's scale under a delayed recipe; None if the recipe has seen no input."""
     for (used, _), slots in () if precision is None else precision.slots.items():
         if used == recipe:
             state = slots.tensors()
@@ -507,7 +506,7 @@ def _input_scale(precision: Precision | None, recipe: Recipe | None) -> Tensor |
 
 
 def _tie(weights: list[Weight], share_scales: Sequence[Sequence[str]]) -> list[Weight]:
-    """Give siblings one scale, the largest of theirs; those stored in FP8 must have it already."""
+    """Give siblings the largest of their scales; siblings stored in FP8 must share one already."""
     siblings: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for index, weight in enumerate(weights):
         parent, _, last = weight.module.rpartition(".")
