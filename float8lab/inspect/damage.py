@@ -10,7 +10,7 @@ these over all elements. The loss error is ``|loss' - loss| / |loss|``. The dama
 root of the sum of both errors squared.
 
 All damages are first *estimated*, in a pass that looks at x, w and dy of each layer. For wgrad the
-estimate is final, since an error of dw affects nothing else. An error of y or dx spreads through
+estimate is final, since an error of dw affects nothing else. An error of y or dx passes through
 the model, so the worst GEMMs of fprop and dgrad are measured, each by a *run*, which is a separate
 pass. The other estimates are scaled by the ratio of measured to estimated damage in these runs.
 """

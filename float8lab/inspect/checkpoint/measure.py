@@ -25,7 +25,7 @@ DEVIATIONS = 5
 """Standard deviations above the expected number from which a block counts as saturated. Values
 beyond the range of a block pile up at its largest code. With the right scale, that code stands for
 half the range of the code below. So, unless the density rises, at most a third of the elements with
-these two codes is expected at the largest code. A block is saturated if more than twice as many
+these two bit patterns is at the largest code. A block is saturated if more than twice as many
 elements have the largest code as have the code below, and if their number is at least this many
 standard deviations above that third."""
 IDLE = 1 / 16
