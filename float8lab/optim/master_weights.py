@@ -289,8 +289,9 @@ class MasterWeights(torch.optim.Optimizer):
         is_edited = cast("dict[Tensor, bool]", state.pop("_written", {}))
         super().__setstate__(state)
         self._written = {p: _Written(p, self.masters[p]) for p in is_edited}
-        for p in filter(is_edited.get, is_edited):
-            self._written[p].master_version = -1
+        for p, edited in is_edited.items():
+            if edited:
+                self._written[p].master_version = -1
 
     def __repr__(self) -> str:
         return super().__repr__().replace(" (", f" of {type(self.inner).__name__} (", 1)

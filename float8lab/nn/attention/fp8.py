@@ -96,7 +96,10 @@ def _why_not_problem(problem: Problem) -> str | None:
     if packed is None:
         if mask.kv_padding is None or mask.lets_tokens_be_packed:
             return None
-        return "it packs what is not padding, by which a window or a cross mask would be another"
+        return (
+            "it packs what is not padding, which keeps a window or a bottom-right mask only if "
+            "cu_seqlens_q gives the lengths, and no top-left mask of keys with their own padding"
+        )
     if not isinstance(mask.diagonal, Tensor) and packed[0].lengths is not packed[1].lengths:
         return "of packed keys with lengths of their own, it aligns a mask at the last one"
     return None
@@ -184,7 +187,7 @@ _ORDERS = (((0, 2, 1, 3), (0, 2, 1, 3)), ((2, 0, 1, 3), (1, 2, 0, 3)))
 
 
 class HeadRows(NamedTuple):
-    """q, k, v or a gradient, ``[B, H, S, D]``, as a matrix to be cast."""
+    """q, k or v, ``[B, H, S, D]``, as a matrix to be cast."""
 
     matrix: Matrix
     shape: Sequence[int]
@@ -213,10 +216,6 @@ class HeadRows(NamedTuple):
         matrix = y.reshape(y.shape[0] * y.shape[1], y.shape[2] * y.shape[3])
         return cls(matrix, y.shape, back)
 
-    def restore(self, matrix: Tensor) -> Tensor:
-        """Return values or FP8 data of the matrix as ``[B, H, S, D]``."""
-        return matrix.view(self.shape).permute(self.order)
-
 
 def amaxes_over_ranks(call: Call, *rows: HeadRows) -> Sequence[Tensor | None]:
     """Return amaxes ``[1, 1]`` of q, k and v over ranks, by one message; None if not shared."""
@@ -234,7 +233,7 @@ def cast_operand(
     operand = call.scales.quantize(rows.matrix, index, spec, align=1, amax=amax).rowwise
     if call.watched and not in_backward():  # there checkpointing repeats the cast
         show_cast(rows.matrix, operand, spec, index, call)
-    return rows.restore(operand.data), operand.scale
+    return operand.data.view(rows.shape).permute(rows.order), operand.scale
 
 
 class _Attention(Float8Function):

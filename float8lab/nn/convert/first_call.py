@@ -113,8 +113,10 @@ def _unseen(model: nn.Module, ran: set[Precision], outputs: list[Tensor]) -> dic
     reached = _reached(outputs)
     unseen: dict[str, nn.Module] = {}
     for prefix, parent in model.named_modules():
+        if not _runs_its_layers(parent):
+            continue
         parent_ran = not ran.isdisjoint(precisions_below(parent))
-        for name, layer in parent.named_children() if _runs_its_layers(parent) else ():
+        for name, layer in parent.named_children():
             if not isinstance(layer, (Linear, OtherLinear)) or layer._fp8.recipe is None:
                 continue
             weight = layer._parameters.get("weight")

@@ -554,8 +554,9 @@ def _store(out_ptr, out, first, heads, sequence, D, sizes):
     stride = sizes[1] * D
     start = sequence[0]
     tokens = rows
-    if sizes[9] is not None:
-        tokens = gl.load(sizes[9] + start + rows, mask=rows < sequence[2], other=0)
+    token_ptr = sizes[9]
+    if token_ptr is not None:
+        tokens = gl.load(token_ptr + start + rows, mask=rows < sequence[2], other=0)
         tokens = gl.maximum(tokens, ~tokens)
         start = 0
     out_ptr += (heads[0].to(gl.int64) * sizes[3] + start) * stride + heads[1] * D
