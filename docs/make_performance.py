@@ -122,7 +122,7 @@ RATIOS = ("x bf16, sustained", "x bf16, held")
 
 CHARTS = (
     Chart(
-        "performance_sustained", "Beside the peers",
+        "performance_sustained", "Compared with other libraries",
         "A library without a bar has not been measured here in this way.",
         PEERS, SUSTAINED, "implementation", "x bf16, sustained", ("from",), baseline="bfloat16",
     ),
