@@ -257,21 +257,21 @@ PAGE_TEXT = """\
 
 ## Recipes and devices
 
-What `python -m float8lab env` says on each. *Native*: all three GEMMs of a linear layer run in FP8.
-*Emulated*: operands are quantized, with the same bytes, then dequantized and multiplied in high
-precision. *High precision*: attention is torch's, which holds no scores, after one warning.
-The tests run on CPUs and on Hopper GPUs (H200); the other columns are what the library decides
-there, and were not run.
+The table shows what `python -m float8lab env` says on each device. *Native*: all three GEMMs of a
+linear layer run in FP8. *Emulated*: operands are quantized to the same bytes, then dequantized and
+multiplied in high precision. *High precision*: torch's attention runs, which does not store the
+scores, and float8lab warns once. The tests run on CPUs and on Hopper GPUs (H200). The other columns
+show what float8lab decides on such a GPU; it was not run there.
 
-An A100, V100 or T4 has no FP8, and Triton knows no e4m3 there. PyTorch casts, on the GPU, and GEMMs
-are torch's, of dequantized operands; weights stored in FP8 take one byte all the same. Norms,
-routers, permutations and whatever else converts nothing run by the same kernels as on Hopper. A
-CUDA graph cannot record casts of experts' rows there, which wait for the GPU. One test has a Hopper
-GPU answer as one of SM 8.0.
+An A100, V100 or T4 has no FP8, and Triton does not support e4m3 there. PyTorch does the casts, on
+the GPU, and torch's GEMMs multiply the dequantized operands. Weights stored in FP8 still take one
+byte. Ops that cast nothing, such as norms, routers and permutations, run by the same kernels as on
+Hopper. A CUDA graph cannot record casts of experts' rows there, because these casts wait for the
+GPU. One test covers this case on a Hopper GPU that reports itself as SM 8.0.
 
-On SM 10, `MXFP8BlockScaling` multiplies by `torch.nn.functional.scaled_mm`; experts are emulated.
-Checked without such a GPU: where each scale is, that torch takes the operands of all three GEMMs,
-and that kernels compile for it.
+On SM 10, `MXFP8BlockScaling` runs its GEMMs by `torch.nn.functional.scaled_mm`; experts are
+emulated. Without such a GPU, tests check the position of each scale, that torch accepts the
+operands of all three GEMMs, and that the kernels compile for it.
 
 {devices}
 
@@ -281,40 +281,42 @@ Why:
 
 ## Releases of torch
 
-From 2.11 on. Continuous integration runs 2.13; `python3 dev.py test --torch VERSION` runs the same
-checks with another release, in an environment of its own.
+float8lab supports torch from 2.11 on. Continuous integration runs 2.13;
+`python3 dev.py test --torch VERSION` runs the same checks with another release, in a separate
+environment.
 
 | torch | checks on a CPU |
 | --- | --- |
 | 2.11 | passed |
 | 2.13 | passed |
-| 2.15 | passed, after the last changes in parts; registers of its Triton 3.9 are not counted |
+| 2.15 | passed; after the last changes only parts ran; registers of Triton 3.9 are not checked |
 
 ## Releases of other libraries
 
-`python3 dev.py test --latest` runs their tests with the newest releases. Passed on 2026-11-26 with
-torch 2.13: accelerate 1.15.0, compressed-tensors 0.20.0, lightning 2.6.6, mlflow 3.17.2,
-onnx 1.23.2, onnxruntime 1.32.0, onnxscript 0.7.2, peft 0.21.2, safetensors 0.8.0,
-tensorboard 2.21.0, transformers 5.24.0, trl 1.16.0, wandb 0.31.0.
+`python3 dev.py test --latest` runs the integration tests with the newest releases of these
+libraries. They passed on 2026-11-26 with torch 2.13: accelerate 1.15.0, compressed-tensors 0.20.0,
+lightning 2.6.6, mlflow 3.17.2, onnx 1.23.2, onnxruntime 1.32.0, onnxscript 0.7.2, peft 0.21.2,
+safetensors 0.8.0, tensorboard 2.21.0, transformers 5.24.0, trl 1.16.0, wandb 0.31.0.
 
 ## Recipes and modules
 
-GEMMs of one forward and backward pass that a Hopper GPU runs in FP8, of all linear layers' GEMMs.
+Each cell says how many of the linear layers' GEMMs a Hopper GPU runs in FP8, in one forward and
+backward pass.
 
 {modules}
 
 ## Recipes and features
 
-*Yes*: it ran with every module above that can have it, and gave what it promises: the same bits as
-without (`torch.compile`, `checkpoint`, `is_first_microbatch`), weights of one byte that an
-optimizer changes, a checkpoint that loads as it was written. *No*: it is refused, and the error
-says why. A dash: there is nothing to do.
+*Yes*: the feature ran with every module above that can have it, and the result was right: the same
+bits as without the feature (`torch.compile`, `checkpoint`, `is_first_microbatch`), weights of one
+byte that an optimizer changes, a checkpoint that loads as it was written. *No*: the combination
+raises an error that says why. A dash: the feature does not apply.
 
 {features}
 
-Several processes: [distributed](distributed.md). CUDA graphs, and compiling the other modules:
-[compile](compile.md). ONNX: [around the layers](services.md). Ops on a `Float8Tensor`:
-[dispatch table](dispatch_table.md).
+For several processes see [distributed](distributed.md), for CUDA graphs and compiling the other
+modules [compile](compile.md), for ONNX [around the layers](services.md), and for ops on a
+`Float8Tensor` the [dispatch table](dispatch_table.md).
 """
 
 
