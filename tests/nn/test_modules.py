@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import float8lab
 from float8lab.nn import gemm
 from float8lab.nn.precision import Precision, precisions
-from tests.nn.composition import OF_ATTENTION, RECIPES, perturb
+from tests.nn.composition import ATTENTION_RECIPES, RECIPES, perturb
 from tests.nn.models import states
 from tests.pairwise import pairwise
 from tests.recorder import hooked_as_by_megatron
@@ -109,7 +109,7 @@ GEMMS = {**ONE_GEMM, **MLPS, **EXPERTS}
 FUSED_ATTENTION = Subject(functools.partial(_attention, fuse_qkv_params=True))
 ALL = {"high": None, **RECIPES}
 DENSE = {**ONE_GEMM, **MLPS}
-BY_NAME = {**ALL, **OF_ATTENTION}
+BY_NAME = {**ALL, **ATTENTION_RECIPES}
 
 
 def some(*names: str) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def test_a_way_to_train_changes_nothing(subject: Subject, recipe: Any, way: Any)
 
 
 @pytest.mark.parametrize(
-    ("subject", "recipe", "way"), pairwise(ATTENTIONS, OF_ATTENTION, {**WAYS, **OF_CORE})
+    ("subject", "recipe", "way"), pairwise(ATTENTIONS, ATTENTION_RECIPES, {**WAYS, **OF_CORE})
 )
 def test_nor_around_attention(subject: Subject, recipe: Any, way: Any, device: Any) -> None:
     check_way(subject, recipe, way, device)

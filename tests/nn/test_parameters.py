@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import float8lab
 from float8lab import recipes
-from tests.nn.composition import exact, perturb, sqnr, step
+from tests.nn.composition import float64_step, perturb, sqnr, step
 from tests.nn.parameters import PARAMETERS, REQUIRED
 
 CASES = [(module, name) for module, names in PARAMETERS.items() for name in names]
@@ -104,7 +104,9 @@ def eps(module: str) -> None:
     if module in FUSED:
         layer = make(module, eps=0.5)
         dy = torch.ones_like(layer(x))
-        torch.testing.assert_close(layer(x).double(), exact(layer, x, dy)[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            layer(x).double(), float64_step(layer, x, dy)[0], rtol=1e-4, atol=1e-5
+        )
 
 
 @effect
@@ -166,7 +168,7 @@ def normalization(module: str) -> None:
     x = torch.randn(3, 16) + 5
     for kind in ("LayerNorm", "RMSNorm"):
         layer = make(module, normalization=kind)
-        want, _ = exact(layer, x, torch.ones_like(layer(x)))
+        want, _ = float64_step(layer, x, torch.ones_like(layer(x)))
         torch.testing.assert_close(layer(x).double(), want, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="normalization must be 'LayerNorm' or 'RMSNorm'; got"):
         make(module, normalization="BatchNorm")
@@ -336,7 +338,7 @@ def activation(module: str) -> None:
         layer = make(module, activation=name)
         perturb(layer)
         (y,), gradients = step(layer, x, [dy])
-        want, wanted = exact(layer, x, dy)
+        want, wanted = float64_step(layer, x, dy)
         torch.testing.assert_close(y.double(), want, rtol=1e-4, atol=1e-5)
         for got, other in zip(gradients, wanted.values(), strict=True):
             torch.testing.assert_close(got.double(), other, rtol=1e-3, atol=1e-4)
@@ -381,7 +383,7 @@ def fp8_activation_input(module: str) -> None:
             (y,), gradients = step(small, x, [dy], recipe)
             (want,), wanted = step(plain, x, [dy], recipe)
             assert torch.equal(y, want)
-            _, exact_gradients = exact(plain, x, dy)
+            _, exact_gradients = float64_step(plain, x, dy)
             # One more e4m3 rounding, 31.5 dB, of one factor of two for gelu, of two for swiglu,
             # on top of the noise that is there; a quarter for how noise is correlated.
             more = (1 if name == "gelu" else 2) * 10 ** (-31.5 / 10)

@@ -469,7 +469,7 @@ def test_fp8_equals_the_composition_of_modules(name, variant):
     ],
 )
 def test_all_sequence_lengths_compile_at_most_twice(name, mask_type):
-    layer, backend = build(num_gqa_groups=2), models.Counted()
+    layer, backend = build(num_gqa_groups=2), models.CountingBackend()
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
     rope = RotaryPositionEmbedding(HIDDEN // H, device="cpu")(256)
     for length in (70, 65, 128, 129):
