@@ -394,7 +394,7 @@ def test_a_compiled_graphed_module_equals_eager_without_replays(recorder):
     torch._dynamo.reset()
 
 
-class Unrecordable(nn.Module):
+class Bad(nn.Module):
     def __init__(self, how):
         super().__init__()
         self.layer, self.how = nn.Linear(8, 8), how
@@ -421,7 +421,7 @@ class Unrecordable(nn.Module):
     ],
 )
 def test_an_unrecordable_module_warns_with_the_reason_and_runs_eagerly(recorder, how, reason):
-    eager = Unrecordable(how)
+    eager = Bad(how)
     model = float8lab.graphed(copy.deepcopy(eager))
     x = torch.randn(4, 8)
     model(x.clone())
