@@ -545,17 +545,17 @@ def test_graphed_layers_in_a_torch_autocast_equal_eager():
 
 
 FUSED = {
-    "norm-linear": lambda **how: float8lab.LayerNormLinear(64, 96, **how),
-    "mlp": lambda **how: float8lab.LayerNormMLP(64, 96, activation="swiglu", **how),
-    "mlp-checkpoint": lambda **how: float8lab.LayerNormMLP(
-        64, 96, activation="swiglu", checkpoint=True, **how
+    "norm-linear": lambda **options: float8lab.LayerNormLinear(64, 96, **options),
+    "mlp": lambda **options: float8lab.LayerNormMLP(64, 96, activation="swiglu", **options),
+    "mlp-checkpoint": lambda **options: float8lab.LayerNormMLP(
+        64, 96, activation="swiglu", checkpoint=True, **options
     ),
-    "attention": lambda **how: float8lab.MultiheadAttention(
-        64, 4, num_gqa_groups=2, input_layernorm=True, attention_dropout=0.0, **how
+    "attention": lambda **options: float8lab.MultiheadAttention(
+        64, 4, num_gqa_groups=2, input_layernorm=True, attention_dropout=0.0, **options
     ),
-    "transformer": lambda **how: float8lab.TransformerLayer(
+    "transformer": lambda **options: float8lab.TransformerLayer(
         64, 96, 4, num_gqa_groups=2, normalization="RMSNorm", activation="swiglu",
-        hidden_dropout=0.0, attention_dropout=0.0, **how
+        hidden_dropout=0.0, attention_dropout=0.0, **options
     ),
 }  # fmt: skip
 

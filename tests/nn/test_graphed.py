@@ -395,24 +395,24 @@ def test_a_compiled_graphed_module_equals_eager_without_replays(recorder):
 
 
 class Bad(nn.Module):
-    def __init__(self, how):
+    def __init__(self, defect):
         super().__init__()
-        self.layer, self.how = nn.Linear(8, 8), how
+        self.layer, self.defect = nn.Linear(8, 8), defect
         self.elsewhere = [self.layer.weight]
 
     def forward(self, x):
-        if self.how == "writes":
+        if self.defect == "writes":
             x.add_(1)
-        if self.how == "elsewhere":
+        if self.defect == "elsewhere":
             return F.linear(x, self.elsewhere[0])
         y = self.layer(x)
-        if self.how == "two":
+        if self.defect == "two":
             return y + y.detach() * 2, y * 2
-        return (y, object()) if self.how == "object" else y
+        return (y, object()) if self.defect == "object" else y
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"),
+    ("defect", "reason"),
     [
         ("writes", "it writes into its arguments"),
         ("two", "several of its outputs have a gradient"),
@@ -420,8 +420,8 @@ class Bad(nn.Module):
         ("elsewhere", "it has parameters elsewhere than under their names"),
     ],
 )
-def test_an_unrecordable_module_warns_with_the_reason_and_runs_eagerly(recorder, how, reason):
-    eager = Bad(how)
+def test_an_unrecordable_module_warns_with_the_reason_and_runs_eagerly(recorder, defect, reason):
+    eager = Bad(defect)
     model = float8lab.graphed(copy.deepcopy(eager))
     x = torch.randn(4, 8)
     model(x.clone())

@@ -87,7 +87,7 @@ def fp8_sizes(saved):
 
 
 def assert_gradients_agree(results, expected):
-    """Asserts equal results where only casts matter, and close ones where fusion rounds anew."""
+    """Asserts equal results where only casts matter, and close ones where fusion changes them."""
     for name, result in results.items():
         if name[:4] in ("y", "gate", "down"):
             assert torch.equal(result, expected[name]), name
