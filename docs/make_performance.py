@@ -2,8 +2,8 @@
 
     python -m docs.make_performance
 
-Every number on the page, in the plots and in the table is a cell of a table there; which rows and
-columns are shown, and the words around them, are written here.
+Every number on the page, in the plots and in the table is a cell of a table in that file. This file
+chooses the rows and columns, and has the text around them.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ class Chart:
     text: str
     section: str
     part: str
-    """The heading that it stands below."""
+    """The heading of the page below which the chart appears."""
     label: str
     """The column that names the rows."""
     value: str
     """The column that is drawn."""
     also: tuple[str, ...] = ()
-    """Columns that the page's table shows beside it."""
+    """Further columns of the page's table."""
     caption: str = ""
-    """Draw only tables whose caption has this in it; by default all of the section."""
+    """Draw only tables whose caption contains this text; by default all tables of the section."""
     baseline: str = ""
-    """Rows whose label starts so are what the others are compared with."""
+    """The start of the labels of the rows with which the other rows are compared."""
 
     def groups(self, all_tables: Sequence[Table]) -> list[Table]:
         """The tables with the rows that are shown."""
@@ -104,13 +104,15 @@ SUSTAINED, STEPS, ALONE, REST = PARTS = (
     "Memory and loss",
 )
 WORDS = {
-    SUSTAINED: "A second of steps back to back of each candidate, in turns, three times: the GPU "
-    "is at its power limit, and its clocks are lower. This is what training gets, and what these "
-    "pages claim.",
-    STEPS: "Forward, backward and optimizer, ten steps in a row, one candidate after the other.",
-    ALONE: "One forward and backward from a cold cache, with pauses: the GPU keeps its full "
-    "clocks, and ratios are higher than training sustains. They compare kernels, and libraries "
-    "that were measured in the same run; they are no claim about training.",
+    SUSTAINED: "Each candidate runs its steps back to back for one second. The candidates take "
+    "turns, three times. The GPU is at its power limit, so its clocks are lower. Training reaches "
+    "these speeds, and the documentation claims only these.",
+    STEPS: "Ten steps of forward, backward and optimizer in a row, for one candidate after the "
+    "other.",
+    ALONE: "One forward and backward at a time, from a cold cache and with pauses. The GPU keeps "
+    "its full clocks, so ratios are higher than training sustains. Use these numbers to compare "
+    "kernels, and libraries that were measured in the same run; they do not tell the speed of "
+    "training.",
     REST: "",
 }
 PEERS = "Beside Transformer Engine and torchao"
@@ -120,8 +122,8 @@ RATIOS = ("x bf16, sustained", "x bf16, held")
 
 CHARTS = (
     Chart(
-        "performance_sustained", "Beside the peers",
-        "Where a library has no bar, it has not been measured here in this way.",
+        "performance_sustained", "Compared with other libraries",
+        "A library without a bar has not been measured here in this way.",
         PEERS, SUSTAINED, "implementation", "x bf16, sustained", ("from",), baseline="bfloat16",
     ),
     Chart(
@@ -133,28 +135,28 @@ CHARTS = (
     ),
     Chart(
         "performance_linear_sustained", "Linear layer",
-        "Layers of a Llama 8B, with all casts, also under `torch.compile`, and torchao, whose "
-        "`tensorwise` is what `current` is.",
+        "Layers of a Llama 8B, with all casts, in eager mode and under `torch.compile`. torchao's "
+        "`tensorwise` is the same scaling as `current`.",
         "linear", SUSTAINED, "implementation", "x bf16, sustained", ("sustained ms", "MHz", "W"),
         baseline="bfloat16",
     ),
     Chart(
         "performance_experts", "Layer of experts",
-        "A layer of [experts](moe.md), from the router's choice to the sums. The first row is how "
-        "Transformers runs experts in bfloat16.",
+        "A layer of [experts](moe.md), from the router's choice to the weighted sums. The first "
+        "row is the way in which Transformers runs experts in bfloat16.",
         "experts", SUSTAINED, "implementation", "x bf16, sustained", ("sustained ms", "MHz", "W"),
         baseline="bfloat16",
     ),
     Chart(
         "performance_grouped", "Grouped linear layer",
-        "The GEMMs of experts alone. With small experts FP8 loses, for the casts of weights take "
-        "longer than the GEMMs.",
+        "Only the GEMMs of experts and their casts. With small experts FP8 is slower than "
+        "bfloat16, because the casts of weights take longer than the GEMMs.",
         "grouped", SUSTAINED, "implementation", "x bf16, sustained", ("sustained ms", "MHz", "W"),
         baseline="bfloat16",
     ),
     Chart(
         "performance_tensor_parallel", "Tensor parallel",
-        "The same Llama layer, shared by [two GPUs](many_gpus.md).",
+        "The same Llama layer, sharded over [two GPUs](many_gpus.md).",
         "tensor_parallel", SUSTAINED, "implementation", "x bf16, sustained",
         ("sustained ms", "gathered MB", "peak GB"), baseline="DTensor",
     ),
@@ -172,44 +174,47 @@ CHARTS = (
     ),
     Chart(
         "performance_fsdp", "FSDP2",
-        "The same layers, sharded ([several processes](distributed.md)).",
+        "The Llama 8B layers with FSDP2 on two GPUs ([several processes](distributed.md)).",
         "fsdp", STEPS, "implementation", "tokens/s a GPU", ("x bf16", "peak GB", "gathered MB"),
         baseline="bf16",
     ),
     Chart(
         "performance_small", "A small model",
-        "Here FP8 loses: the CPU cannot issue the casts as fast as the GPU runs them. "
-        '`"auto"` leaves such layers in bfloat16, and [Does FP8 pay](advise.md) finds them.',
+        "Here FP8 is slower than bfloat16, because the CPU cannot launch the casts as fast as the "
+        'GPU runs them. The recipe `"auto"` leaves such layers in bfloat16, and '
+        "[Does FP8 pay](advise.md) finds them.",
         "overhead", STEPS, "implementation", "x bf16", ("wall ms (quartiles)",), caption="GPT",
         baseline="bfloat16",
     ),
     Chart(
-        "performance_layer", "Transformer layer, alone", "The same, a step at a time.",
+        "performance_layer", "Transformer layer, alone", "The same layer, one step at a time.",
         "layer", ALONE, "implementation", "x bf16", ("GPU ms (quartiles)",),
         baseline="plain bfloat16",
     ),
     Chart(
         "performance_linear", "Linear layer, alone",
-        "The same, a step at a time. Of a smaller layer the casts are a larger part.",
+        "The same layers, one step at a time. In a smaller layer, the casts take a larger part of "
+        "the time.",
         "linear", ALONE, "implementation", "x bf16", ("GPU ms (quartiles)", "saved, of bf16"),
         baseline="bfloat16",
     ),
     Chart(
         "performance_mlp", "Norm and MLP",
-        "`LayerNormMLP`, beside the same modules of torch, and torchao.",
+        "`LayerNormMLP`, compared with the same modules of torch and of torchao.",
         "mlp", ALONE, "implementation", "x bf16", ("GPU ms (quartiles)",),
         baseline="plain bfloat16",
     ),
     Chart(
         "performance_attention", "FP8 attention",
-        "With casts. Measure before you turn `fp8_dpa` on: what it gains depends on the mask and "
-        "the length, and its backward is in high precision where heads are wider than 128.",
+        "The times include the casts. Measure before you turn `fp8_dpa` on: the gain depends on "
+        "the mask and the length, and backward runs in high precision for heads above 128.",
         "attention", ALONE, "implementation", "TFLOP/s", ("forward ms", "x bf16"),
         baseline="cuDNN",
     ),
     Chart(
         "performance_memory", "Memory between forward and backward",
-        "What one layer holds for its backward, output included. `fp8_activation_input` is an "
+        "The memory that one layer holds for its backward, including its output. "
+        "`fp8_activation_input` is an "
         "option of `LayerNormMLP` and `TransformerLayer`.",
         "memory", REST, "implementation", "held GB",
         ("held GB, of plain", "peak GB", "weights GB"), caption="1 layer",
@@ -217,7 +222,8 @@ CHARTS = (
     ),
     Chart(
         "performance_loss", "Validation loss",
-        "After training a GPT. Seeds of one recipe differ by more than the means of the recipes.",
+        "The loss after training a GPT. Seeds of one recipe differ by more than the means of the "
+        "recipes do.",
         "H200, the `124m` preset", REST, "run", "mean",
         ("seed 0", "seed 1", "seed 2", "mean, against high precision"), baseline="high precision",
     ),
@@ -356,14 +362,15 @@ HEAD = """# Performance
 
 <!-- Made by `python -m docs.make_performance` from benchmarks/RESULTS.md; do not edit. -->
 
-Every number here is a cell of `benchmarks/RESULTS.md`, which has more: quartiles, the distance from
-a measured floor, the targets that were missed and why, what was not measured. Grey bars are in high
-precision, orange ones those of another library; the dashed line is at the first grey one.
-`python -m benchmarks` repeats it on your GPU.
+Every number on this page is a cell of `benchmarks/RESULTS.md`. That file also has quartiles, the
+distance from a measured lower bound, the targets that were missed and why, and what was not
+measured. In the pictures, grey bars are runs in high precision, and orange bars are other
+libraries. The dashed line is at the first grey bar. `python -m benchmarks` repeats the measurements
+on your GPU.
 
-A GPU that works without a pause reaches its power limit and lowers its clocks, FP8's more than
-bfloat16's. So the first part is what to expect of training; the third compares kernels.
-For your own model ask [`inspect.advise`](advise.md), which measures its layers on your GPU.
+A GPU that works without a pause reaches its power limit and lowers its clocks, in FP8 more than in
+bfloat16. The first part of this page has the speeds to expect in training, and the third part
+compares kernels. [`inspect.advise`](advise.md) measures the layers of your own model on your GPU.
 
 """
 

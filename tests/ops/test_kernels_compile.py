@@ -902,7 +902,7 @@ def check_conversions_read_what_was_written(folder: Path) -> str:
 @pytest.mark.parametrize("name", ATTENTION_BACKWARD)
 def test_attention_backward_compiles_for_hopper_with_few_spills(name: str, tmp_path: Path) -> None:
     """Few registers spill, and ptxas does not wait for each GEMM separately."""
-    prepare, *_, queries, largest, keys = launches(ATTENTION_BACKWARD[name])
+    prepare, *_, largest, keys, queries = launches(ATTENTION_BACKWARD[name])
     for launch in (largest, prepare):
         assert resources(compile_launch(launch, 90), tmp_path)["STACK"] == 0
     check_conversions_read_what_was_written(tmp_path)

@@ -39,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from float8lab.formats import E4M3
 from float8lab.ops import attention
@@ -418,6 +419,7 @@ def _keys_kernel(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr,
 ):  # fmt: skip
+    gdc_launch_dependents()  # the queries' kernel takes each multiprocessor that gets free
     k_tiles, v_tiles = _tiles(k_desc, 4), _tiles(v_desc, 4)
     q_tiles, d_tiles = _tiles(q_desc, STAGES), _tiles(d_desc, STAGES)
     t_tiles, half_tiles = _tiles(t_desc, STAGES), _tiles(q_desc, STAGES, 16)
@@ -574,6 +576,7 @@ def _queries_kernel(
         [4, 4, 1],
         [CONSUMER_REGISTERS, CONVERTER_REGISTERS, LOADER_REGISTERS],
     )
+    gdc_wait()  # a kernel after this one may read what the keys' kernel wrote
 
 
 def _fp8_backward(
@@ -606,11 +609,6 @@ def _fp8_backward(
     r_desc = TensorDescriptor.from_tensor(rows, [1, 1, ROWS.value], r_layout)
     settings = {"num_warps": 4, "enable_fp_fusion": True}
     multiprocessors = _common.multiprocessors(q.device)
-    _queries_kernel[(min(multiprocessors, tiles * H),)](
-        q_desc, d_desc, k_desc, v_desc, q_scale, k_scale, v_scale, rows, dq, counters[1:], plan,
-        token_q, B, H, G, SQ, SK, diagonal - left, diagonal + right, rows.shape[2], scale,
-        LEFT=left >= 0, RIGHT=right >= 0, STAGES=4, D=D, **settings,
-    )  # fmt: skip
     # A key is seen by the queries from ``right`` before it to ``left`` after it.
     key_sizes = B, G, H // G, SK, SQ, -diagonal - right, left - diagonal
     sides = {"LEFT": right >= 0, "RIGHT": left >= 0}
@@ -621,6 +619,11 @@ def _fp8_backward(
     _keys_kernel[(min(multiprocessors, key_tiles * G),)](
         k_desc, v_desc, t_desc, r_desc, q_desc, d_desc, q_scale, k_scale, v_scale, largest, dk, dv,
         counters, token_k, key_plan, *key_sizes, scale, STAGES=3, D=D, DV=DV, **sides, **settings,
+    )  # fmt: skip
+    _queries_kernel[(min(multiprocessors, tiles * H),)](
+        q_desc, d_desc, k_desc, v_desc, q_scale, k_scale, v_scale, rows, dq, counters[1:], plan,
+        token_q, B, H, G, SQ, SK, diagonal - left, diagonal + right, rows.shape[2], scale,
+        LEFT=left >= 0, RIGHT=right >= 0, STAGES=4, D=D, launch_pdl=True, **settings,
     )  # fmt: skip
     return dq, dk, dv
 
