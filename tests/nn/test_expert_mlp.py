@@ -134,9 +134,8 @@ def test_equivalent_forms_of_routing_and_input_give_equal_results():
     )
     for form in forms:
         actual = step(module, form, x, probs, recipe=block)
-        torch.testing.assert_close(
-            actual, expected
-        )  # the order of the sum over a token's rows differs
+        # The order of the sum over a token's rows differs.
+        torch.testing.assert_close(actual, expected)
     dropped = module(x, dense_probs(probs), mask, 50)
     rows, row_map = float8lab.moe_permute(x, mask, 50)
     sizes = mask.sum(0).cumsum(0).clamp(max=50).diff(prepend=torch.zeros(1, dtype=torch.long))

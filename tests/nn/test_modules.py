@@ -54,10 +54,8 @@ class Subject(NamedTuple):
 
 def _attention(**kwargs: Any) -> nn.Module:
     defaults = {
-        "num_gqa_groups": 2,
-        "attention_dropout": 0.0,
-        "init_method": nn.init.xavier_normal_,
-    }
+        "num_gqa_groups": 2, "attention_dropout": 0.0, "init_method": nn.init.xavier_normal_
+    }  # fmt: skip
     return float8lab.MultiheadAttention(K, HEADS, qkv_format="bshd", **{**defaults, **kwargs})
 
 

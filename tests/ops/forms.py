@@ -96,15 +96,8 @@ def encode_pair(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """FP8 data of both orientations for one factor, and the column sums, which may be empty."""
     options = (
-        fp8_dtype,
-        (-1, -1),
-        "encode",
-        0.0,
-        align,
-        True,
-        True,
-        column_sum,
+        fp8_dtype, (-1, -1), "encode", 0.0, align, True, True, column_sum,
         *_scale_args(factor, slot),
-    )
+    )  # fmt: skip
     q, _, _, q_t, _, sums = cast(*_matrix(x), *options)
     return q, q_t, _column_sums(sums, x)

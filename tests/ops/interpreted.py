@@ -665,11 +665,8 @@ def check_groups() -> None:
         x = groups.rows(sizes, columns, dtype=BF16)
         batch = (torch.randn(2, 40, 140), torch.randn(2, 140, 40, dtype=BF16).mT)
         # A single orientation runs other code for rows, and the same code for all other blocks.
-        single_orientations = ((True, False, False), (False, True, False))
-        for outputs in (
-            (True, True, True),
-            *(single_orientations if ALL or block == (1, -1) else ()),
-        ):
+        single = ((True, False, False), (False, True, False))
+        for outputs in ((True, True, True), *(single if ALL or block == (1, -1) else ())):
             # The interpreter rounds to bfloat16 wrongly, so prologues are float32.
             token = torch.randint(-1, sum(sizes), (len(x),), dtype=torch.int32)
             for kind, *inputs in (
@@ -678,18 +675,8 @@ def check_groups() -> None:
             ):  # fmt: skip
                 if kind and not (all(outputs) and rule == "pow2"):
                     continue
-                first_input = inputs[0]
-                arguments = (
-                    kind,
-                    inputs,
-                    first_input.dtype,
-                    offs,
-                    fp8_dtype,
-                    block,
-                    rule,
-                    0.0,
-                    *outputs,
-                )
+                first = inputs[0]
+                arguments = (kind, inputs, first.dtype, offs, fp8_dtype, block, rule, 0.0, *outputs)
                 assert_same_casts(
                     groups.cast_groups(cast, *arguments),
                     groups.cast_groups(ops.cast_op, *arguments),
@@ -708,9 +695,8 @@ def check_groups() -> None:
         (700 + torch.rand(5, 1, 1) * 700, "fp32"), (torch.full((1,), 0.3), "encode"),
         (torch.full((1, 1), 700.0), "fp32"), (factors, "encode"),
     ]  # fmt: skip
-    for given_scale, rule in (
-        given_scales if ALL else given_scales[:2]
-    ):  # the batch below has a factor for each group
+    # Without --all, only the batch below has a factor for each group.
+    for given_scale, rule in given_scales if ALL else given_scales[:2]:
         slots = [torch.full((5,), -1.0) if rule == "encode" else None for _ in range(2)]
         options = (offs, *format_and_block, rule, 0.0, True, True, False, given_scale)
         assert_same_casts(
@@ -726,19 +712,8 @@ def check_groups() -> None:
     with unittest.mock.patch.object(prologue, "AMAX_PROGRAMS", programs):
         for known_plan in (None, plan):
             arguments = (
-                "",
-                [x],
-                BF16,
-                offs,
-                *format_and_block,
-                "fp32",
-                0.0,
-                False,
-                False,
-                False,
-                None,
-                None,
-            )
+                "", [x], BF16, offs, *format_and_block, "fp32", 0.0, False, False, False, None, None
+            )  # fmt: skip
             got = groups.cast_groups(cast, *arguments, known_plan)
             assert_same(got[2], groups.cast_groups(ops.cast_op, *arguments)[2])
             assert got.count(None) == 5

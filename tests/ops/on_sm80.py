@@ -91,9 +91,8 @@ def check_casts(device: str) -> None:
                 options = (x.dtype, fp8_dtype, block, rule, 0.0, 16, True, True, True)
                 got = float8lab.ops.cast_op("", [x.to(device)], *options)
                 want = float8lab.ops.cast_op("", [x], *options)
-                for gpu_tensor, cpu_tensor in zip(
-                    got[:5], want[:5], strict=True
-                ):  # without the column sums
+                # The column sums are not compared.
+                for gpu_tensor, cpu_tensor in zip(got[:5], want[:5], strict=True):
                     assert (gpu_tensor is None) == (cpu_tensor is None)
                     if cpu_tensor is not None:
                         assert_same_bytes(gpu_tensor, cpu_tensor)

@@ -353,11 +353,7 @@ def test_packed_sequences_do_not_affect_each_other():
         )
         return forward[0], *backward
 
-    results, _, third_results = (
-        run(),
-        run(),
-        run(),
-    )  # the second is recorded, and the third repeats it
+    results, _, third_results = run(), run(), run()  # the third repeats the recorded second
     assert all(map(torch.equal, results, third_results))
     for x in (*tensors, dout):
         x[:, :, :100] = x[:, :, 333:] = torch.nan

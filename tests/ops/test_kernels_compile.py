@@ -214,9 +214,9 @@ def fp8_norm_backward(
     )
 
 
-def rotated(R: int, interleaved: bool, inverse: bool) -> Any:
+def rotated(R: int, interleaved: bool, backward: bool) -> Any:
     t, angles = x.view(2, 32, 16, 128), torch.ones(1, 32, 1, R)
-    return lambda: rotary.rotate(t, angles, angles, interleaved, inverse)
+    return lambda: rotary.rotate(t, angles, angles, interleaved, backward)
 
 
 def scattered(with_probs: bool = False, scales: int = 0, merged: bool = False) -> Any:
@@ -241,17 +241,17 @@ def gathered(with_probs: bool, in_fp8: bool = False) -> Any:
     return lambda: permute.gather_rows(y, row_map, *options)
 
 
-def routed(name: str, experts: int, *options: Any, inverse: bool = False) -> Any:
+def routed(name: str, experts: int, *options: Any, backward: bool = False) -> Any:
     logits, bias = torch.zeros(64, experts), None if name == "softmax" else torch.zeros(experts)
-    if inverse:
+    if backward:
         arguments = (logits, logits, logits.bool(), 8, name, *options)
         return lambda: router.route_backward(*arguments)
     return lambda: router.route(logits, bias, 8, name, *options)
 
 
-def entropy(*, inverse: bool = False, dtype: torch.dtype = torch.bfloat16) -> Any:
+def entropy(*, backward: bool = False, dtype: torch.dtype = torch.bfloat16) -> Any:
     logits, target = torch.zeros(8, 64128, dtype=dtype), torch.zeros(8, dtype=torch.int64)
-    if inverse:
+    if backward:
         return lambda: cross_entropy.cross_entropy_backward(logits, target, torch.zeros(4, 8))
     return lambda: cross_entropy.cross_entropy_statistics(logits, target)
 
@@ -319,11 +319,11 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "route-softmax": routed("softmax", 128, False, 1, 0, 1.0, False),
     "route-sigmoid-groups": routed("sigmoid", 256, False, 8, 4, 2.5, False),
     "route-sqrtsoftplus-dense": routed("sqrtsoftplus", 512, False, 1, 0, 1.0, True),
-    "route-softmax-backward": routed("softmax", 128, False, 1.0, False, inverse=True),
-    "route-sqrtsoftplus-backward": routed("sqrtsoftplus", 256, False, 2.5, False, inverse=True),
+    "route-softmax-backward": routed("softmax", 128, False, 1.0, False, backward=True),
+    "route-sqrtsoftplus-backward": routed("sqrtsoftplus", 256, False, 2.5, False, backward=True),
     "cross-entropy": entropy(),
     "cross-entropy-float32": entropy(dtype=torch.float32),
-    "cross-entropy-backward": entropy(inverse=True),
+    "cross-entropy-backward": entropy(backward=True),
     "measured-tensor": measured((-1, -1)),
     "measured-1x32": measured((1, 32)),
     "moments": moments_of(is_square=False),
@@ -337,8 +337,8 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "unpermute-fp8": gathered(with_probs=False, in_fp8=True),
     "unpermute-with-probs": gathered(with_probs=True),
     "unpermute-with-probs-backward": scattered(True, merged=True),
-    "rotary": rotated(128, interleaved=False, inverse=False),
-    "rotary-part-interleaved-back": rotated(48, interleaved=True, inverse=True),
+    "rotary": rotated(128, interleaved=False, backward=False),
+    "rotary-part-interleaved-back": rotated(48, interleaved=True, backward=True),
     "tensor": quantized((-1, -1)),
     "tensor-e5m2-pow2": quantized((-1, -1), "pow2", E5M2),
     "tensor-both": quantized_pair((-1, -1)),
@@ -499,21 +499,9 @@ def attended_backward(
     offsets = [torch.tensor([0, 100, 256], dtype=torch.int32)] * 2 if packed or padded else []
     tokens = [0, 0, *[torch.arange(256, dtype=torch.int32)] * 2] if padded else []
     return lambda: attention_backward.fp8_attention_backward(
-        out,
-        q,
-        k,
-        v,
-        unit_scale,
-        unit_scale,
-        unit_scale,
-        out,
-        lse,
-        lse,
-        mask,
-        0.1,
-        *offsets,
+        out, q, k, v, unit_scale, unit_scale, unit_scale, out, lse, lse, mask, 0.1, *offsets,
         *tokens,
-    )
+    )  # fmt: skip
 
 
 ATTENTION_BACKWARD: dict[str, Callable[[], Any]] = {

@@ -243,13 +243,8 @@ def test_nonfinite_values_in_groups_equal_the_reference(
     batch = with_infinities(matrix((3 * 48, 272), dtype)).view(3, 48, 272)
     factor, slot = torch.tensor([0.73]), torch.zeros(len(offs))
     used = 128 + 128 + 256  # columns of the transpose for groups of 17, 128 and 155 rows
-    blocks_and_rules = [
-        ((-1, -1), "fp32"),
-        ((1, -1), "pow2"),
-        ((1, 128), "fp32"),
-        ((1, 32), "e8m0"),
-    ]
-    for block, rule in blocks_and_rules:
+    cases = [((-1, -1), "fp32"), ((1, -1), "pow2"), ((1, 128), "fp32"), ((1, 32), "e8m0")]
+    for block, rule in cases:
         for outputs in ((True, True, False), (True, False, False), (False, True, False)):
             options = (fp8_dtype, block, rule, 0.0, *outputs)
             got = cast_groups(ops.cast_op, prologue, [x], dtype, offs.cuda(), *options)
@@ -669,19 +664,9 @@ def test_contractions_of_groups_equal_separate_gemms(
     def multiply(x: Tensor, dy: Tensor, sizes: list[int]) -> Tensor:
         offs = torch.tensor(sizes, device="cuda").cumsum(0).int()
         options = (offs, E4M3, block, "fp32", 0.0, False, True, False)
-        columnwise = [
-            cast_groups(ops.cast_op, "", [part], part.dtype, *options)[3:5] for part in (x, dy)
-        ]
+        casts = [cast_groups(ops.cast_op, "", [t], t.dtype, *options)[3:5] for t in (x, dy)]
         return grouped_mm(
-            ops.scaled_mm_op,
-            *columnwise[0],
-            block,
-            *columnwise[1],
-            block,
-            None,
-            offs,
-            torch.float32,
-            False,
+            ops.scaled_mm_op, *casts[0], block, *casts[1], block, None, offs, torch.float32, False
         )
 
     product = multiply(x, dy, sizes)

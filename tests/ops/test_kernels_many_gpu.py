@@ -150,12 +150,10 @@ def test_number_of_launches_is_independent_of_the_number_of_matrices(recipe: Rec
     few_launches, many_launches = counts
     assert few_launches == many_launches
     our_kernels = [name for name in few_launches if name.endswith("_kernel")]
-    assert len(our_kernels) == (
-        2 if recipe[0] == (-1, -1) else 1
-    )  # per tensor one for amaxes and one for casts
-    assert (
-        len(few_launches) <= len(our_kernels) + 2
-    )  # two more may set zeros, or come from the profiler
+    # Per-tensor recipes have one launch for amaxes and one for casts.
+    assert len(our_kernels) == (2 if recipe[0] == (-1, -1) else 1)
+    # Two more launches may set zeros, or come from the profiler.
+    assert len(few_launches) <= len(our_kernels) + 2
 
 
 @pytest.mark.usefixtures("uncollected")
@@ -163,9 +161,7 @@ def test_number_of_launches_is_independent_of_the_number_of_matrices(recipe: Rec
 @each_fused
 def test_a_cuda_graph_replays_the_casts(recipe: Recipe, warm: bool) -> None:
     xs = [matrix(shape, torch.float32) for shape in SHAPES]
-    want = quantize_separately(
-        xs, E4M3, recipe
-    )  # also compiles and loads the kernels of the fallback
+    want = quantize_separately(xs, E4M3, recipe)  # also compiles the kernels of the fallback
     got, warmup_outputs = blank(want), blank(want)
     quantize_many_(xs, warmup_outputs, recipe)  # compiles and loads the kernels
     if warm:

@@ -278,26 +278,18 @@ def check_norm_backward(
 ) -> None:
     """Asserts gradients close to the exact ones for these statistics."""
     (dx, dweight, dbias), shape, dtype, center = got, x.shape, x.dtype, mean is not None
-    float64_tensors = [
-        None if tensor is None else tensor.double() for tensor in (dy, x, weight, mean, rstd)
-    ]
-    want: Any = reference.norm_backward(*float64_tensors, center, torch.float64)
+    exact = [None if tensor is None else tensor.double() for tensor in (dy, x, weight, mean, rstd)]
+    want: Any = reference.norm_backward(*exact, center, torch.float64)
     assert (dx.dtype, dweight.dtype) == (dtype, torch.float32)
-    xhat = (float64_tensors[1] - (float64_tensors[3][:, None] if center else 0)) * float64_tensors[
-        4
-    ][:, None]
-    terms = (float64_tensors[0] * float64_tensors[2]).abs() * float64_tensors[4][
-        :, None
-    ]  # terms of dx, which may cancel
+    xhat = (exact[1] - (exact[3][:, None] if center else 0)) * exact[4][:, None]
+    terms = (exact[0] * exact[2]).abs() * exact[4][:, None]  # terms of dx, which may cancel
     mean_terms = (terms.mean(1, keepdim=True) if terms.numel() else terms) * (1 + xhat.abs()) ** 2
     bound = want[0].abs() * torch.finfo(dtype).eps + (terms + mean_terms) * 2.0**-16
     assert bool(((dx - want[0]).abs() <= bound).all())
     rows = max(shape[0], 1) * 2.0**-24
-    assert bool(
-        ((dweight - want[1]).abs() <= (float64_tensors[0] * xhat).abs().sum(0) * 8 * rows).all()
-    )
+    assert bool(((dweight - want[1]).abs() <= (exact[0] * xhat).abs().sum(0) * 8 * rows).all())
     if center:
-        assert bool(((dbias - want[2]).abs() <= float64_tensors[0].abs().sum(0) * 2 * rows).all())
+        assert bool(((dbias - want[2]).abs() <= exact[0].abs().sum(0) * 2 * rows).all())
 
 
 def test_special_values_of_activations_equal_the_reference() -> None:

@@ -344,22 +344,12 @@ def test_autocast_does_not_reach_the_gemms(device: str) -> None:
                 a, scale, block, a, scale, block, None, torch.float32, fast_accum=False
             )
         assert torch.equal(y, torch.full_like(y, 16 * 448.0**2))
-    high_precision = a.float(), None, ()
+    exact = a.float(), None, ()
     with torch.autocast(device, torch.float16):
         rows = grouped_mm(
-            reference.scaled_mm,
-            *high_precision,
-            a.float()[None],
-            None,
-            (),
-            None,
-            offs,
-            torch.float32,
-            False,
+            reference.scaled_mm, *exact, a.float()[None], None, (), None, offs, torch.float32, False
         )
-        sums = grouped_mm(
-            reference.scaled_mm, *high_precision, *high_precision, None, offs, torch.float32, False
-        )
+        sums = grouped_mm(reference.scaled_mm, *exact, *exact, None, offs, torch.float32, False)
     assert torch.equal(rows, y)
     assert torch.equal(sums[0], y)
 

@@ -396,9 +396,7 @@ def test_inputs_are_saved_in_fp8():
     elements = 2 * 256 * 64
     assert by_dtype[torch.float8_e4m3fn] == elements * (4 + 2 + 2)
     assert by_dtype[torch.bfloat16] == elements * 4  # the output
-    assert (
-        by_dtype[torch.float32] == 2 * 2 * 4 * 256 + 3
-    )  # two numbers for each query, and the scales
+    assert by_dtype[torch.float32] == 2 * 2 * 4 * 256 + 3  # two numbers per query, and the scales
 
 
 @pytest.mark.parametrize(

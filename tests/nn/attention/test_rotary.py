@@ -90,9 +90,8 @@ def test_base_offset_and_interpolation_take_effect():
     rope = RotaryPositionEmbedding(
         D, seq_len_interpolation_factor=2.0, pretrained_max_position_embeddings=2, device="cpu"
     )
-    y = apply_rotary_pos_emb(
-        x, rope(S)
-    )  # longer than 2 * 2, so it is scaled to end where training ended
+    # The sequence is longer than 2 * 2, so it is scaled to end where training ended.
+    y = apply_rotary_pos_emb(x, rope(S))
     assert torch.allclose(y.double(), complex_rotation(x, positions, divisor=S / 2), atol=1e-5)
     y = apply_rotary_pos_emb(x[:3], rope(3))
     assert torch.allclose(
@@ -161,17 +160,17 @@ LAYOUTS = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("inverse", [False, True], ids=["", "inverse"])
+@pytest.mark.parametrize("backward", [False, True], ids=["", "backward"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_kernel_has_the_bits_of_the_reference(layout, dtype, interleaved, inverse):
+def test_kernel_has_the_bits_of_the_reference(layout, dtype, interleaved, backward):
     for A, B_, H_, D_, R in ((5, 3, 7, 128, 128), (1, 33, 1, 80, 32), (2, 1, 130, 6, 2)):
         t = LAYOUTS[layout](A, B_, H_, D_).to("cuda", dtype, copy=True)
         for shape in ((A, B_, 1, R), (1, B_, 1, R), (A, 1, 1, R)):
             cos, sin = torch.randn(shape, device="cuda"), torch.randn(shape, device="cuda")
-            actual = rotate_op(t, cos, sin, interleaved, inverse)
-            expected = rotate(t, cos, sin, interleaved, inverse)
+            actual = rotate_op(t, cos, sin, interleaved, backward)
+            expected = rotate(t, cos, sin, interleaved, backward)
             assert torch.equal(actual, expected)
             assert actual.is_contiguous()
 

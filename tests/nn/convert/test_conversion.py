@@ -567,9 +567,7 @@ def test_auto_may_be_an_override_of_single_layers():
     notes = {layer.name: layer.note for layer in report.layers}
     assert notes["q"] == "high precision by overrides"
     assert notes["o"] == "Float8CurrentScaling()"
-    assert notes["k"].startswith(
-        "bfloat16: DelayedScaling saves"
-    )  # a single layer hides no CPU time
+    assert notes["k"].startswith("bfloat16: DelayedScaling saves")  # one layer hides no CPU time
     assert notes["v"].startswith("bfloat16 is faster")
     assert [note.split(",")[1] for note in report.notes] == [" 16384 tokens", " 32 tokens"]
 
