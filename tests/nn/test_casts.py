@@ -150,7 +150,7 @@ def test_a_captured_cuda_graph_contains_its_own_casts(casts):
 
 
 def test_an_operand_and_its_transpose_may_have_different_casts():
-    """A recipe has a cast for each operand of each GEMM; the package's recipes do not use this."""
+    """A recipe has a cast for each operand of each GEMM; no recipe of the package needs it yet."""
     rowwise, tensorwise = Float8Spec(block=(1, -1)), Float8Spec()
     plan = LinearPlan(
         GemmPlan(rowwise, rowwise, True), GemmPlan(rowwise, tensorwise, False),

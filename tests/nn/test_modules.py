@@ -193,7 +193,7 @@ def check_way_of_training(subject: Subject, recipe: Any, way: Any, device: Any =
         data = subject.data(device, step_index + 1)
         actual = step(subject, way(module, step_index), module, data, recipe)
         assert all_equal(actual, step(subject, plain, plain, data, recipe))
-        # A later microbatch does not cast the weight, so its amax differs, but not its scale.
+        # A later microbatch does not cast the weight, so it has no amax, and keeps its scale.
         state = _scales if way is WAYS["microbatches"] else states
         assert state(module) == state(plain)
     assert bool(states(plain)) == (recipe is not None and recipe.linear.delayed)

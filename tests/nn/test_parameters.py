@@ -386,8 +386,8 @@ def fp8_activation_input(module: str) -> None:
             (expected,), plain_gradients = step(plain, x, [dy], recipe)
             assert torch.equal(y, expected)
             _, exact_gradients = float64_step(plain, x, dy)
-            # fp8_activation_input adds one e4m3 rounding of 31.5 dB: of one of two factors for
-            # gelu, of both for swiglu. A quarter allows for correlated noise.
+            # fp8_activation_input adds e4m3 roundings of 31.5 dB to the noise without it: of one of
+            # two factors for gelu, of both for swiglu. A quarter allows for correlated noise.
             added_noise = (1 if name == "gelu" else 2) * 10 ** (-31.5 / 10)
             rounded = [
                 not torch.equal(a, b) for a, b in zip(gradients, plain_gradients, strict=True)
