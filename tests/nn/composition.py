@@ -1,4 +1,4 @@
-"""A norm, linear layers and an activation one after the other: what fused modules must equal."""
+"""Separate norm, linear and activation modules, whose results the fused modules must equal."""
 
 from typing import Any
 
@@ -16,19 +16,19 @@ RECIPES = {
     **UNDELAYED,
     "nvfp4": recipes.NVFP4BlockScaling(),
 }
-"""One of each."""
-OF_ATTENTION = {
+"""One recipe of each class."""
+ATTENTION_RECIPES = {
     **RECIPES,
     "delayed-dpa": recipes.DelayedScaling(
         fp8_dpa=True, amax_history_len=3, amax_compute_algo="max"
     ),
     "current-dpa": recipes.Float8CurrentScaling(fp8_dpa=True),
 }
-"""And those that cast in attention."""
+"""The same recipes, and two that cast in attention."""
 
 
 class Composition(nn.Module):
-    """The parts of a LayerNormLinear or LayerNormMLP as modules of their own, sharing nothing."""
+    """The parts of a LayerNormLinear or LayerNormMLP as separate modules that share nothing."""
 
     def __init__(self, fused: Any) -> None:
         super().__init__()
@@ -43,15 +43,15 @@ class Composition(nn.Module):
         self.names = {name: f"norm.{name.removeprefix('layer_norm_')}" for name in state}
         parts = ["fc1", "fc2"] if self.activation else [""]
         for part in parts:
-            prefix, own = f"{part}_" if part else "", part or "linear"
+            prefix, layer_name = f"{part}_" if part else "", part or "linear"
             weight = state[f"{prefix}weight"]
             layer = float8lab.Linear(
                 weight.shape[1], weight.shape[0], bias=f"{prefix}bias" in state,
                 params_dtype=weight.dtype, device=weight.device,
             )  # fmt: skip
-            self.add_module(own, layer)
+            self.add_module(layer_name, layer)
             for kind in ("weight", "bias"):
-                self.names[f"{prefix}{kind}"] = f"{own}.{kind}"
+                self.names[f"{prefix}{kind}"] = f"{layer_name}.{kind}"
         self.names = {name: self.names[name] for name in state}
         self.load_state_dict({self.names[name]: value for name, value in state.items()})
 
@@ -65,7 +65,7 @@ class Composition(nn.Module):
 def step(
     module: nn.Module, x: Tensor, dy: list[Tensor], recipe: Any = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs that ``dy`` has gradients for, and the gradients of x and the parameters."""
+    """The outputs for which ``dy`` holds gradients, and the gradients of x and the parameters."""
     x = x.detach().clone().requires_grad_()
     module.zero_grad()
     with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
@@ -73,11 +73,11 @@ def step(
     outputs = list(y if isinstance(y, tuple) else (y,))[: len(dy)]
     torch.autograd.backward(outputs, dy)
     gradients = [x.grad, *(p.grad for p in module.parameters())]
-    return [one.detach() for one in outputs], gradients
+    return [output.detach() for output in outputs], gradients
 
 
-def exact(fused: Any, x: Tensor, dy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output and gradients, by parameter and "x", of torch's own functions in float64."""
+def float64_step(fused: Any, x: Tensor, dy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output and the gradients, by parameter and "x", of torch's functions in float64."""
     p = {n: v.detach().double().requires_grad_() for n, v in fused.named_parameters()}
     x = x.detach().double().requires_grad_()
     gamma = p["layer_norm_weight"] + (1.0 if fused.zero_centered_gamma else 0.0)
@@ -110,20 +110,20 @@ def exact(fused: Any, x: Tensor, dy: Tensor) -> tuple[Tensor, dict[str, Tensor]]
     return y.detach(), {"x": x.grad, **{n: v.grad for n, v in p.items()}}
 
 
-def _clamped(a: Tensor, b: Tensor) -> Tensor:
-    a = a.clamp(max=7)
-    return a * torch.sigmoid(1.702 * a) * (b.clamp(-7, 7) + 1)
+def _clamped(gate: Tensor, up: Tensor) -> Tensor:
+    gate = gate.clamp(max=7)
+    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
 
 
-def sqnr(actual: Tensor, wanted: Tensor) -> float:
+def sqnr(actual: Tensor, expected: Tensor) -> float:
     """Signal-to-noise ratio in dB."""
-    wanted = wanted.double()
-    noise = (actual.double() - wanted).square().sum()
-    return (10 * torch.log10(wanted.square().sum() / noise)).item()
+    expected = expected.double()
+    noise = (actual.double() - expected).square().sum()
+    return (10 * torch.log10(expected.square().sum() / noise)).item()
 
 
 def perturb(module: nn.Module) -> None:
-    """Give every parameter values that nothing else has."""
+    """Adds noise to every parameter, so that no two hold the same values."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -1,9 +1,9 @@
-"""MultiheadAttention and TransformerLayer of torch's own functions in float64, from parameters.
+"""MultiheadAttention and TransformerLayer in float64, built of torch's functions from parameters.
 
-Every operand of a matrix product may be rounded to FP8, and then it gets noise of the size that
-``docs/numerics.md`` states for its format. Noise goes where a rounding does: one draw for all the
-products of a forward operand, one for both products of an output's gradient. What it does further
-on, in norms, softmax, activations, residuals and gradients, is torch's and autograd's work.
+An operand of a GEMM that the module rounds to FP8 gets noise here, of the size that
+``docs/numerics.md`` states for its format. The noise has one draw for a forward operand, which all
+its GEMMs share, and one draw for an output's gradient, which both its GEMMs share. Norms, softmax,
+activations, residuals and gradients propagate the noise through torch's functions and autograd.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch.nn import functional as F
 
 
 class Rounding(NamedTuple):
-    """Signal-to-noise ratios, in dB, that casts leave; none for what is not cast."""
+    """Signal-to-noise ratios in dB after a cast; ``None`` where nothing is cast."""
 
     forward: float | None = None
-    """Of inputs and weights of linear layers."""
+    """The ratio for inputs and weights of linear layers."""
     gradient: float | None = None
-    """Of the gradients of their outputs."""
+    """The ratio for the gradients of the outputs of linear layers."""
     attention: bool = False
-    """Queries, keys, values, probabilities and the output's gradient are cast likewise."""
+    """Attention casts queries, keys, values, probabilities and the output's gradient, too."""
 
     def of_attention(self) -> Rounding:
         return self if self.attention else Rounding()
@@ -33,7 +33,7 @@ EXACT = Rounding()
 
 
 def _round(x: Tensor, sqnr: float | None) -> Tensor:
-    """x with noise, which gradients pass by."""
+    """Adds noise to x; the noise takes no part in the gradient."""
     if sqnr is None:
         return x
     return x + (x * torch.randn_like(x) * 10 ** (-sqnr / 20)).detach()
@@ -49,7 +49,7 @@ Parameters = dict[str, Tensor]
 
 
 def _linear(x: Tensor, p: Parameters, names: list[str], rounding: Rounding) -> list[Tensor]:
-    """What each of these layers makes of x, which is cast once for all of them."""
+    """The output of each named linear layer for the same x, which is cast once for all of them."""
     x = _round(x, rounding.forward)
     outputs = []
     for name in names:
@@ -61,7 +61,7 @@ def _linear(x: Tensor, p: Parameters, names: list[str], rounding: Rounding) -> l
 
 
 def _norm(x: Tensor, p: Parameters, prefix: str) -> Tensor:
-    """Its input where there is no norm, RMSNorm where the norm has no bias."""
+    """The norm of x: RMSNorm if the norm has no bias. Without a norm it returns x."""
     weight, bias = p.get(f"{prefix}layer_norm_weight"), p.get(f"{prefix}layer_norm_bias")
     if weight is None:
         return x
@@ -71,7 +71,7 @@ def _norm(x: Tensor, p: Parameters, prefix: str) -> Tensor:
 
 
 def _core(q: Tensor, k: Tensor, v: Tensor, causal: bool, rounding: Rounding) -> Tensor:
-    """Attention of ``[B, S, H, D]``; fewer heads of keys and values are repeated."""
+    """Attention of ``[B, S, H, D]``; heads of keys and values are repeated if they are fewer."""
     q, k, v = (_round(t, rounding.forward).transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
@@ -86,15 +86,15 @@ def attention(
     x: Tensor, encoder: Tensor | None, p: Parameters, heads: int, rounding: Rounding = EXACT,
     prefix: str = "",
 ) -> Tensor:  # fmt: skip
-    """MultiheadAttention: causal to itself, or to all of ``encoder``."""
+    """MultiheadAttention: causal self-attention, or attention to all of ``encoder``."""
     normed = "layernorm_" if any(n.startswith(f"{prefix}layernorm_") for n in p) else ""
     if encoder is None:
-        where = f"{prefix}{normed}qkv."
-        names = [f"{where}{name}_" for name in ("query", "key", "value")]
-        q, k, v = _linear(_norm(x, p, where), p, names, rounding)
+        layer_prefix = f"{prefix}{normed}qkv."
+        names = [f"{layer_prefix}{name}_" for name in ("query", "key", "value")]
+        q, k, v = _linear(_norm(x, p, layer_prefix), p, names, rounding)
     else:
-        where = f"{prefix}layernorm_query." if normed else f"{prefix}query_layer."
-        (q,) = _linear(_norm(x, p, where), p, [f"{where}query_"], rounding)
+        layer_prefix = f"{prefix}layernorm_query." if normed else f"{prefix}query_layer."
+        (q,) = _linear(_norm(x, p, layer_prefix), p, [f"{layer_prefix}query_"], rounding)
         names = [f"{prefix}key_value.{name}_" for name in ("key", "value")]
         k, v = _linear(encoder, p, names, rounding)
     size = q.shape[-1] // heads
@@ -104,7 +104,7 @@ def attention(
 
 
 def mlp(x: Tensor, p: Parameters, activation: str, rounding: Rounding, prefix: str) -> Tensor:
-    """LayerNormMLP, gelu or swiglu."""
+    """LayerNormMLP with a gelu or swiglu activation."""
     (h,) = _linear(_norm(x, p, prefix), p, [f"{prefix}fc1_"], rounding)
     if activation == "swiglu":
         gate, up = h.chunk(2, -1)
@@ -118,7 +118,7 @@ def layer(
     x: Tensor, encoder: Tensor | None, p: Parameters, heads: int, activation: str,
     rounding: Rounding = EXACT,
 ) -> Tensor:  # fmt: skip
-    """TransformerLayer: an encoder, or a decoder that sees ``encoder``."""
+    """TransformerLayer: an encoder layer, or a decoder layer that attends to ``encoder``."""
     x = x + attention(x, None, p, heads, rounding, "self_attention.")
     if encoder is not None:
         x = x + attention(x, encoder, p, heads, rounding, "inter_attention.")

@@ -1,4 +1,4 @@
-"""Recipes and models of the tests of modules, and what they compare."""
+"""Recipes and models for the tests of modules, and helpers that measure and compare models."""
 
 import concurrent.futures
 
@@ -20,7 +20,7 @@ RECIPES = {"delayed": DELAYED, **UNDELAYED}
 
 
 def with_slow(quick, *names):
-    """``parametrize`` by name over these recipes, of which all but ``quick`` are ``slow``."""
+    """``parametrize`` over these names of recipes; all that are not in ``quick`` are ``slow``."""
     return pytest.mark.parametrize(
         "name",
         [pytest.param(name, marks=[pytest.mark.slow] * (name not in quick)) for name in names],
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """As Llama's, and as experts of remote code and of models written by hand are."""
+    """A gated MLP as in Llama, in experts of remote code and in models written by hand."""
 
     def __init__(self, width, hidden, *, bias=False, function=F.silu):
         super().__init__()
@@ -70,12 +70,12 @@ class GatedMLP(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT, one of whose blocks keeps its activations while the other computes them again."""
+    """A GPT: by default one block keeps its activations and the other recomputes them."""
 
     def __init__(self, width=32, vocabulary=48, checkpointed=(False, True)):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, checkpointed=again) for again in checkpointed)
+        self.blocks = nn.ModuleList(Block(width, checkpointed=flag) for flag in checkpointed)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         self.lm_head.weight = self.embed.weight
 
@@ -87,7 +87,7 @@ class GPT(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """A module that torch's checkpoint computes again in backward."""
+    """A module whose forward torch's checkpoint recomputes in backward."""
 
     def __init__(self, inner, use_reentrant):
         super().__init__()
@@ -97,8 +97,8 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
 
 
-class Counted:
-    """A backend that counts its compilations and runs the graphs as they are."""
+class CountingBackend:
+    """A backend of torch.compile that counts its compilations and runs the graphs unchanged."""
 
     def __init__(self):
         self.graphs = 0
@@ -109,38 +109,38 @@ class Counted:
 
 
 def states(model):
-    """The delayed-scaling state of all layers."""
+    """The delayed-scaling state of all layers, as lists of numbers."""
     state = float8lab.nn.ScalingState(model).state_dict()
     return {key: value.tolist() for key, value in state.items()}
 
 
 def report_of(model, *args, **kwargs):
-    """The report of a conversion."""
+    """Converts the model and returns the report of the conversion."""
     return float8lab.conversion_report(float8lab.convert_to_float8(model, *args, **kwargs))
 
 
 def gemms_of(call, *args, **kwargs):
-    """How many GEMMs of a call run in FP8, and how many in high precision."""
+    """The number of GEMMs of a call that run in FP8, and of those that run in high precision."""
     with float8lab.count_gemms() as counts:
         call(*args, **kwargs)
     return counts.fp8, counts.high_precision
 
 
 def in_thread(function):
-    """The result of ``function``, run on a thread of its own."""
+    """Runs ``function`` on a new thread and returns its result."""
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         return executor.submit(function).result()
 
 
 def saved_bytes(module, x, recipe=None):
-    """Bytes of activations that backward keeps, parameters left out."""
+    """The bytes of activations that are saved for backward, without parameters."""
     parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    seen = {}
+    storage_bytes = {}
 
     def pack(t):
         storage = t.untyped_storage()
         if storage.data_ptr() not in parameters and t.numel():
-            seen[storage.data_ptr()] = storage.nbytes()
+            storage_bytes[storage.data_ptr()] = storage.nbytes()
         return t
 
     with (
@@ -149,7 +149,7 @@ def saved_bytes(module, x, recipe=None):
     ):
         y = module(x)
     del y
-    return sum(seen.values())
+    return sum(storage_bytes.values())
 
 
 def same_gradients(a, b):

@@ -1,4 +1,4 @@
-"""Every parameter of the norms' and the fused modules' constructors, and its default."""
+"""Every parameter of the constructors of the norms and the fused modules, with its default."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Layers with the same input share its cast, and nothing else changes."""
+"""Layers with the same input share one cast of it; results stay the same."""
 
 import gc
 
@@ -20,26 +20,26 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 @pytest.fixture
 def casts(monkeypatch):
-    """The inputs of linear layers that are cast, one entry a cast."""
-    cast_by = gemm.quantize
-    made = []
+    """The shapes of the inputs of linear layers that are cast, with one entry for each cast."""
+    original_quantize = gemm.quantize
+    shapes = []
 
-    def watch(x, *args, **kwargs):
+    def recording_quantize(x, *args, **kwargs):
         if not (isinstance(x, nn.Parameter) or in_backward()):
-            made.append(tuple(x.shape))
-        return cast_by(x, *args, **kwargs)
+            shapes.append(tuple(x.shape))
+        return original_quantize(x, *args, **kwargs)
 
-    monkeypatch.setattr(gemm, "quantize", watch)
-    monkeypatch.setattr(gemm, "_planned_fprop", gemm._fprop)  # a plan does not come to casts
-    return made
+    monkeypatch.setattr(gemm, "quantize", recording_quantize)
+    monkeypatch.setattr(gemm, "_planned_fprop", gemm._fprop)  # a plan skips quantize
+    return shapes
 
 
 def layers(recipe, device="cpu", count=3):
     torch.manual_seed(0)
-    found = [nn.Linear(64, 48, device=device) for _ in range(count)]
-    for layer in found:
+    linears = [nn.Linear(64, 48, device=device) for _ in range(count)]
+    for layer in linears:
         float8lab.convert_to_float8(layer, recipe)
-    return found
+    return linears
 
 
 def activation(device="cpu"):
@@ -47,10 +47,10 @@ def activation(device="cpu"):
     return leaf, leaf * 2
 
 
-def run(found, x, leaf):
-    inputs = x if isinstance(x, list) else [x] * len(found)
-    sum(layer(x).square().sum() for layer, x in zip(found, inputs, strict=True)).backward()
-    return [leaf.grad, *(p.grad for layer in found for p in layer.parameters())]
+def run(linears, x, leaf):
+    inputs = x if isinstance(x, list) else [x] * len(linears)
+    sum(layer(x).square().sum() for layer, x in zip(linears, inputs, strict=True)).backward()
+    return [leaf.grad, *(p.grad for layer in linears for p in layer.parameters())]
 
 
 @each_recipe
@@ -58,13 +58,13 @@ def test_one_cast_serves_all_layers_with_the_same_input(recipe, casts, device):
     leaf, x = activation(device)
     shared = run(layers(recipe, device), x, leaf)
     assert casts == [(35, 64)]
-    other = leaf.detach().clone().requires_grad_()
-    alone = run(layers(recipe, device), [other * 2 for _ in range(3)], other)
+    second_leaf = leaf.detach().clone().requires_grad_()
+    separate = run(layers(recipe, device), [second_leaf * 2 for _ in range(3)], second_leaf)
     assert len(casts) == 4
-    assert all(map(torch.equal, shared, alone))
+    assert all(map(torch.equal, shared, separate))
 
 
-def test_an_input_that_has_changed_is_cast_again(casts):
+def test_an_input_that_was_modified_in_place_is_cast_a_second_time(casts):
     first, second = layers(RECIPES["current"], count=2)
     _, x = activation()
     first(x)
@@ -75,12 +75,12 @@ def test_an_input_that_has_changed_is_cast_again(casts):
     assert torch.equal(y, second(x.detach().clone().requires_grad_() * 1))
 
 
-def test_a_result_in_the_same_tensor_is_another(casts):
+def test_a_new_result_in_the_same_tensor_is_cast_a_second_time(casts):
     (layer,) = layers(RECIPES["current"], count=1)
     buffer = torch.empty(4, 64)
 
     class Replay(torch.autograd.Function):
-        """Writes its output where it was, as a CUDA graph does."""
+        """Writes every output to the same memory, as a CUDA graph does."""
 
         @staticmethod
         def forward(ctx, x):
@@ -100,18 +100,18 @@ def test_a_result_in_the_same_tensor_is_another(casts):
     assert torch.equal(y, layer(leaf * 1))
 
 
-@pytest.mark.parametrize("why", ["delayed: a scale a layer", "a leaf", "other recipes"])
-def test_what_is_cast_for_each_layer(why, casts):
+@pytest.mark.parametrize("reason", ["delayed: a scale for each layer", "a leaf", "other recipes"])
+def test_an_input_that_cannot_be_shared_is_cast_for_each_layer(reason, casts):
     leaf, x = activation()
-    found = layers(recipes.DelayedScaling() if "delayed" in why else RECIPES["current"])
-    if why == "other recipes":
-        float8lab.convert_to_float8(found[1], RECIPES["rowwise"])
-    for layer in found:
-        layer(leaf if why == "a leaf" else x)
+    linears = layers(recipes.DelayedScaling() if "delayed" in reason else RECIPES["current"])
+    if reason == "other recipes":
+        float8lab.convert_to_float8(linears[1], RECIPES["rowwise"])
+    for layer in linears:
+        layer(leaf if reason == "a leaf" else x)
     assert len(casts) == 3
 
 
-def test_a_cast_goes_with_its_input():
+def test_a_shared_cast_is_freed_with_its_input():
     (layer,) = layers(RECIPES["current"], count=1)
     _, x = activation()
     layer(x)
@@ -122,7 +122,7 @@ def test_a_cast_goes_with_its_input():
 
 
 @pytest.mark.gpu
-def test_another_stream_casts_anew(casts):
+def test_another_cuda_stream_casts_the_input_a_second_time(casts):
     first, second = layers(RECIPES["current"], "cuda", count=2)
     _, x = activation("cuda")
     first(x)
@@ -136,7 +136,7 @@ def test_another_stream_casts_anew(casts):
 
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.gpu
-def test_a_cuda_graph_holds_its_casts(casts):
+def test_a_captured_cuda_graph_contains_its_own_casts(casts):
     first, second = layers(RECIPES["current"], "cuda", count=2)
     _, x = activation("cuda")
     for _ in range(2):
@@ -149,14 +149,15 @@ def test_a_cuda_graph_holds_its_casts(casts):
     assert len(casts) == 2
 
 
-def test_an_operand_may_be_cast_unlike_its_transpose():
-    """A recipe has a cast for each operand of each GEMM; none of ours makes use of it yet."""
-    row, whole = Float8Spec(block=(1, -1)), Float8Spec()
+def test_an_operand_and_its_transpose_may_have_different_casts():
+    """A recipe has a cast for each operand of each GEMM; no recipe of the package needs it yet."""
+    rowwise, tensorwise = Float8Spec(block=(1, -1)), Float8Spec()
     plan = LinearPlan(
-        GemmPlan(row, row, True), GemmPlan(row, whole, False), GemmPlan(whole, whole, False),
-        row, row, row, delayed=False, epsilon="0.0",
+        GemmPlan(rowwise, rowwise, True), GemmPlan(rowwise, tensorwise, False),
+        GemmPlan(tensorwise, tensorwise, False), rowwise, rowwise, rowwise, delayed=False,
+        epsilon="0.0",
     )  # fmt: skip
-    recipe = recipes.Float8RowwiseScaling(amax_epsilon=1e-6)  # a value that nobody else has
+    recipe = recipes.Float8RowwiseScaling(amax_epsilon=1e-6)  # a value that no other recipe has
     object.__setattr__(recipe, "linear", plan)
     torch.manual_seed(0)
     x, w, dy = torch.randn(32, 48), torch.randn(16, 48), torch.randn(32, 16)
@@ -169,12 +170,12 @@ def test_an_operand_may_be_cast_unlike_its_transpose():
     leaf = x.clone().requires_grad_()
     y = layer(leaf)
     y.backward(dy)
-    for got, left, right in (
-        (y, rounded(x, row), rounded(w, row)),
-        (leaf.grad, rounded(dy, row), rounded(w.t(), whole)),
-        (layer.weight.grad, rounded(dy.t(), whole), rounded(x.t(), whole)),
+    for actual, left, right in (
+        (y, rounded(x, rowwise), rounded(w, rowwise)),
+        (leaf.grad, rounded(dy, rowwise), rounded(w.t(), tensorwise)),
+        (layer.weight.grad, rounded(dy.t(), tensorwise), rounded(x.t(), tensorwise)),
     ):
-        wanted = left.double() @ right.double().t()
-        size = left.abs().double() @ right.abs().double().t()
-        bound = 64 * torch.finfo(torch.float32).eps * size
-        assert ((got - wanted).abs() <= bound).all()
+        expected = left.double() @ right.double().t()
+        magnitude = left.abs().double() @ right.abs().double().t()
+        bound = 64 * torch.finfo(torch.float32).eps * magnitude
+        assert ((actual - expected).abs() <= bound).all()

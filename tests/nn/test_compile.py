@@ -24,7 +24,7 @@ from tests.nn.models import (
     GPT,
     RECIPES,
     Block,
-    Counted,
+    CountingBackend,
     each_recipe,
     in_thread,
     same_gradients,
@@ -45,16 +45,21 @@ def train(model, batch):
     return loss.detach()
 
 
-def compiled_twin(eager, recipe, **how):
-    """A model, converted, its copy, what compiles the copy, and the count of its compilations."""
+def convert_and_compile_copy(eager, recipe, **compile_options):
+    """A converted model, a copy of it, the compiled copy, and the backend that compiles it."""
     float8lab.convert_to_float8(eager, recipe)
     model = copy.deepcopy(eager)
-    backend = Counted()
-    return eager, model, torch.compile(model, fullgraph=True, backend=backend, **how), backend
+    backend = CountingBackend()
+    return (
+        eager,
+        model,
+        torch.compile(model, fullgraph=True, backend=backend, **compile_options),
+        backend,
+    )
 
 
-def feed(_):
-    """Layers of a GPT that are compiled fast."""
+def feed_forward(_):
+    """A few layers of a GPT, which compile fast."""
     layers = [nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)]
     return nn.Sequential(nn.Embedding(48, 32), *layers)
 
@@ -64,22 +69,26 @@ def gpt(checkpointed):
 
 
 def each_model(**quick):
-    """``parametrize`` by models and names of recipes: ``quick`` ones, and other GPTs, ``slow``."""
-    cases = [(make, name) for make in (feed, gpt) for name in RECIPES]
+    """``parametrize`` over models and names of recipes.
+
+    The ``quick`` cases run always. Of the rest the GPTs are ``slow``, and the others are left out.
+    """
+    cases = [(make, name) for make in (feed_forward, gpt) for name in RECIPES]
     marks = [[pytest.mark.slow] * (name not in quick[make.__name__]) for make, name in cases]
-    kept = [
+    params = [
         pytest.param(*case, marks=mark)
         for case, mark in zip(cases, marks, strict=True)
         if case[0] is gpt or not mark
     ]
-    return pytest.mark.parametrize(("make", "name"), kept)
+    return pytest.mark.parametrize(("make", "name"), params)
 
 
-@each_model(gpt=["delayed"], feed=["block"])
-def test_a_converted_model_compiles_once_and_once_more_for_other_lengths(make, name):
-    """With a block that is computed again; the next test has one that keeps its activations."""
-    eager, model, compiled, backend = compiled_twin(make(True), RECIPES[name])
-    # 130 tokens and more: one block of scales alone would be a third case, size 1.
+@each_model(gpt=["delayed"], feed_forward=["block"])
+def test_a_model_compiles_once_for_one_length_and_once_more_for_all_others(make, name):
+    """The block is recomputed; in the next test it keeps its activations."""
+    eager, model, compiled, backend = convert_and_compile_copy(make(True), RECIPES[name])
+    # Each batch has 130 tokens or more: a dimension of a single block of scales would compile once
+    # more, for size 1.
     for seed, (length, graphs) in enumerate(
         [(70, 1), (70, 1), (65, 2), (96, 2), (128, 2), (129, 2)]
     ):
@@ -89,22 +98,24 @@ def test_a_converted_model_compiles_once_and_once_more_for_other_lengths(make, n
         assert states(model) == states(eager)
         assert backend.graphs == graphs
     compiled.eval()
-    compiled(tokens(8))  # an evaluation changes nothing
+    compiled(tokens(8))  # evaluation leaves the scaling state unchanged
     assert states(model) == states(eager)
-    for one in (model.train(), eager):  # back in eager mode
-        train(one, tokens(8, seed=9))
+    for trained_model in (model.train(), eager):  # back in eager mode
+        train(trained_model, tokens(8, seed=9))
     assert states(model) == states(eager)
 
 
-@each_model(gpt=[], feed=["mx"])
-def test_dynamic_true_serves_every_length_from_the_first_on(make, name):
-    """``dynamic=True`` makes an input of the graph of every number that a module reads."""
-    eager, model, compiled, backend = compiled_twin(make(False), RECIPES[name], dynamic=True)
+@each_model(gpt=[], feed_forward=["mx"])
+def test_dynamic_true_compiles_once_for_every_length(make, name):
+    """``dynamic=True`` turns every number that a module reads into an input of the graph."""
+    eager, model, compiled, backend = convert_and_compile_copy(
+        make(False), RECIPES[name], dynamic=True
+    )
     counts = []
     for length in (70, 96, 65):
         assert torch.equal(train(compiled, tokens(length)), train(eager, tokens(length)))
         assert same_gradients(model, eager)
-        counts.append(backend.graphs)  # torch calls a backend twice for numbers of its own
+        counts.append(backend.graphs)  # torch compiles twice for its own numbers
     assert counts == counts[:1] * 3
 
 
@@ -116,7 +127,7 @@ def test_dynamic_true_serves_every_length_from_the_first_on(make, name):
     ]
     + [("delayed", "inside"), ("mx", "inside")],
 )
-def test_autocast_inside_and_outside_the_compiled_function(name, where):
+def test_autocast_inside_or_outside_the_compiled_function_equals_eager(name, where):
     recipe = RECIPES[name]
     layer = float8lab.Linear(32, 48, device="cpu")
 
@@ -134,14 +145,14 @@ def test_autocast_inside_and_outside_the_compiled_function(name, where):
     if where == "outside":  # no longer in FP8: the autocast state is guarded
         assert torch.equal(compiled(x), F.linear(x, layer.weight, layer.bias))
         other = RECIPES["rowwise" if recipe is RECIPES["current"] else "current"]
-        with float8lab.autocast(recipe=other):  # and so is the recipe
+        with float8lab.autocast(recipe=other):  # the recipe is guarded, too
             assert torch.equal(compiled(x), layer(x))
-        with float8lab.autocast(recipe=recipe):  # of this thread
+        with float8lab.autocast(recipe=recipe):  # the region covers this thread only
             assert torch.equal(in_thread(lambda: compiled(x)), in_thread(lambda: layer(x)))
 
 
 @each_recipe
-def test_weights_stored_in_fp8(recipe):
+def test_a_compiled_layer_with_weights_stored_in_fp8_equals_eager(recipe):
     with float8lab.fp8_model_init(recipe=recipe):
         layer = float8lab.Linear(32, 48, device="cpu")
     eager = copy.deepcopy(layer)
@@ -159,34 +170,39 @@ def test_weights_stored_in_fp8(recipe):
     ("name", "count"),
     [("current", 3), ("rowwise", 0), pytest.param("block", 0, marks=pytest.mark.slow)],
 )
-def test_current_scaling_leaves_the_amax_to_the_compiler(name, count):
-    """Of inputs and of gradients with long rows; the rest, and of a weight, is the op's own."""
+def test_current_scaling_leaves_the_amax_of_activations_to_the_compiler(name, count):
+    """The compiler computes the amax of inputs, and of gradients with long rows.
+
+    The cast op computes the amax of weights and of all other tensors.
+    """
     model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 1040))
     float8lab.convert_to_float8(model, RECIPES[name])
-    found = []
+    scale_args = []
 
-    def look(graph, inputs):
+    def collect_scale_args(graph, inputs):
         for node in graph.graph.nodes:
             if node.target is torch.ops.float8lab.cast.pure:
-                given = [a for a in node.args if isinstance(a, torch.fx.Node)]
-                # What requantizes a weight in backward is an input of its graph.
-                found.extend(a for a in given if a.op != "placeholder")
+                tensor_args = [a for a in node.args if isinstance(a, torch.fx.Node)]
+                # The scale of a weight that backward requantizes is an input of its graph.
+                scale_args.extend(a for a in tensor_args if a.op != "placeholder")
         return make_boxed_func(graph)
 
     compiled = torch.compile(
-        model, fullgraph=True, backend=aot_autograd(fw_compiler=look, bw_compiler=look)
+        model,
+        fullgraph=True,
+        backend=aot_autograd(fw_compiler=collect_scale_args, bw_compiler=collect_scale_args),
     )
     compiled(torch.randn(4, 32, requires_grad=True)).sum().backward()
-    assert len(found) == count
-    assert sum("amax" in str(a.all_input_nodes) for a in found) == count
-    # An empty batch has no largest value.
+    assert len(scale_args) == count
+    assert sum("amax" in str(a.all_input_nodes) for a in scale_args) == count
+    # An empty batch has no amax.
     x = torch.randn(0, 32, requires_grad=True)
     compiled(x).sum().backward()
     assert x.grad.shape == (0, 32)
 
 
-def saved_by(model, x):
-    """Outputs of the compiled forward, as Inductor would have them."""
+def saved_nodes(model, x):
+    """The outputs of the compiled forward, with the partition that Inductor would choose."""
     saved = []
 
     def forward(graph, inputs):
@@ -204,12 +220,14 @@ def saved_by(model, x):
     return saved
 
 
-def mlp(**how):
-    return float8lab.LayerNormMLP(64, 192, **how)
+def mlp(**options):
+    return float8lab.LayerNormMLP(64, 192, **options)
 
 
-def transformer(**how):
-    return float8lab.TransformerLayer(64, 192, 2, hidden_dropout=0.0, attention_dropout=0.0, **how)
+def transformer(**options):
+    return float8lab.TransformerLayer(
+        64, 192, 2, hidden_dropout=0.0, attention_dropout=0.0, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -219,8 +237,8 @@ def transformer(**how):
         *(pytest.param(transformer, n, marks=pytest.mark.slow) for n in ("rowwise", "mx")),
     ],
 )
-def test_weights_stored_in_fp8_save_no_more_than_others(make, name):
-    """What these recipes cast again for dgrad they cast in backward."""
+def test_weights_stored_in_fp8_save_no_more_memory_than_others(make, name):
+    """These recipes requantize the weight for dgrad, and they do so in backward."""
     recipe = RECIPES[name]
     size = {}
     for stored in (False, True):
@@ -229,24 +247,27 @@ def test_weights_stored_in_fp8_save_no_more_than_others(make, name):
             model = make(activation="swiglu", params_dtype=torch.bfloat16, bias=False, device="cpu")
         x = torch.randn(32, 2, 64, dtype=torch.bfloat16, requires_grad=True)
         with float8lab.autocast(recipe=recipe):
-            saved = [node.meta["val"] for node in saved_by(model, x) if node.op != "placeholder"]
+            saved = [node.meta["val"] for node in saved_nodes(model, x) if node.op != "placeholder"]
         size[stored] = sum(value.numel() * value.element_size() for value in saved)
     assert size[True] <= size[False]
 
 
 @each_recipe
-def test_what_is_saved_for_backward(recipe):
-    """Not what follows a layer in float32, and no transpose of a weight: backward makes them."""
+def test_no_float32_result_and_no_transposed_weight_is_saved_for_backward(recipe):
+    """No float32 result of an op after a layer is saved, and no transposed weight.
+
+    Backward recomputes both.
+    """
     model = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 16)).bfloat16()
     float8lab.convert_to_float8(model, recipe)
-    saved = saved_by(model, torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True))
+    saved = saved_nodes(model, torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True))
     kinds = {(node.meta["val"].shape, node.meta["val"].dtype) for node in saved}
     assert ((64, 48), torch.float32) not in kinds
     assert ((64, 48), torch.bfloat16) in kinds  # SiLU's input
     assert [node for node in saved if "transpose" in str(node.target)] == []
 
 
-def test_inductor_writes_an_input_of_three_layers_once():
+def test_inductor_writes_the_shared_input_of_three_layers_once():
     class Three(nn.Module):
         def __init__(self):
             super().__init__()
@@ -275,7 +296,7 @@ def test_inductor_writes_an_input_of_three_layers_once():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["current", "block"])
-def test_inductor(name):
+def test_a_gpt_compiled_by_inductor_nearly_equals_eager(name):
     eager = GPT()
     float8lab.convert_to_float8(eager, RECIPES[name])
     model = copy.deepcopy(eager)
@@ -288,8 +309,10 @@ def test_inductor(name):
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["after-region", "in-region"])
-def test_backward_on_a_thread_of_its_own_recomputes_with_the_scales_of_the_forward(inside):
-    eager, model, compiled, _ = compiled_twin(Block(checkpointed=True), RECIPES["delayed"])
+def test_backward_on_another_thread_recomputes_with_the_scales_of_the_forward(inside):
+    eager, model, compiled, _ = convert_and_compile_copy(
+        Block(checkpointed=True), RECIPES["delayed"]
+    )
 
     def step(block, x):
         block.zero_grad()
@@ -308,38 +331,38 @@ def test_backward_on_a_thread_of_its_own_recomputes_with_the_scales_of_the_forwa
     assert states(model) == states(eager)
 
 
-def test_delayed_state_of_a_layer_in_no_region_and_of_several_calls():
+def test_delayed_state_outside_a_region_and_after_two_calls_equals_eager():
     layer = float8lab.nn.Linear(32, 32, device="cpu")
     float8lab.convert_to_float8(layer, RECIPES["delayed"])
     for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
         hooks.clear()
     recipe = recipes.DelayedScaling(amax_history_len=3)
 
-    def alone(layer, x):
+    def call_once(layer, x):
         return layer(x)
 
-    def twice(layer, x):
+    def call_twice(layer, x):
         with float8lab.autocast(recipe=recipe):
             return layer(F.relu(layer(x)))
 
-    for function in (alone, twice):
-        eager, mine = copy.deepcopy(layer), copy.deepcopy(layer)
+    for function in (call_once, call_twice):
+        eager, compiled_layer = copy.deepcopy(layer), copy.deepcopy(layer)
         compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
         for step in range(3):
             x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
-            y, expected = compiled(mine, x), function(eager, x)
+            y, expected = compiled(compiled_layer, x), function(eager, x)
             assert torch.equal(y, expected)
             y.square().sum().backward()
             expected.square().sum().backward()
-            assert torch.equal(mine.weight.grad, eager.weight.grad)
-            assert states(mine) == states(eager)
+            assert torch.equal(compiled_layer.weight.grad, eager.weight.grad)
+            assert states(compiled_layer) == states(eager)
 
 
 @pytest.mark.parametrize(("in_cuda_graph", "counts"), [(False, {1, 2}), (True, {9, 11})])
 def test_casts_share_a_launch_that_copies_factors(monkeypatch, in_cuda_graph, counts):
-    """But not where torch makes a CUDA graph of the code, which owns the memory of its results.
+    """Casts do not share it where torch captures a CUDA graph, which owns its results' memory.
 
-    A recomputation, which torch 2.11 leaves out here, has the factors before the last update.
+    A recompute, which torch 2.11 leaves out here, uses the factors before the last update.
     """
 
     class Layers(nn.Sequential):
@@ -348,8 +371,8 @@ def test_casts_share_a_launch_that_copies_factors(monkeypatch, in_cuda_graph, co
 
     eager = Layers(*[nn.Linear(32, 32) for _ in range(3)])
     float8lab.convert_to_float8(eager, RECIPES["delayed"])
-    model, copied, launches = copy.deepcopy(eager), delayed._aligned_copy, []
-    monkeypatch.setattr(delayed, "_aligned_copy", lambda x: launches.append(x) or copied(x))
+    model, original_copy, launches = copy.deepcopy(eager), delayed._aligned_copy, []
+    monkeypatch.setattr(delayed, "_aligned_copy", lambda x: launches.append(x) or original_copy(x))
     compiled = torch.compile(model, fullgraph=True)
     with fresh_cache(), torch._inductor.config.patch({"triton.cudagraphs": in_cuda_graph}):
         for step in range(3):
@@ -362,14 +385,14 @@ def test_casts_share_a_launch_that_copies_factors(monkeypatch, in_cuda_graph, co
     assert states(model) == states(eager)
 
 
-def test_no_two_casts_of_graphs_have_the_same_copy_of_factors():
-    """A compiler writes there, as in all results of ops, once the graph has read them."""
+def test_each_cast_in_a_graph_gets_a_separate_copy_of_its_factors():
+    """A compiler may reuse the memory of an op's result once the graph has read the result."""
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
     float8lab.convert_to_float8(model, RECIPES["delayed"])
     model(torch.randn(8, 32)).sum().backward()
     pack = next(iter(model[0]._fp8.slots.values())).pack
-    take = functools.partial(pack.copy_factors, previous=False, shares_launch=True)
-    rows = [take(slot, slot) for slot in (*range(12), *range(12), 0)]
+    copy_factors = functools.partial(pack.copy_factors, previous=False, shares_launch=True)
+    rows = [copy_factors(slot, slot) for slot in (*range(12), *range(12), 0)]
     storages = [row.untyped_storage().data_ptr() for row in rows]
     assert len({*storages[:12]}) == len({*storages[12:24]}) == 1
     assert len({row.data_ptr() for row in rows}) == len(rows)
@@ -377,7 +400,7 @@ def test_no_two_casts_of_graphs_have_the_same_copy_of_factors():
     assert rows[1]._version == 0
     assert all(torch.equal(rows[i][0, ::4], pack.factors[:, i % 12]) for i in range(1, 25))
     model(torch.randn(8, 32) * 100.0)
-    assert torch.equal(take(0, 0)[0, ::4], pack.factors[:, 0])
+    assert torch.equal(copy_factors(0, 0)[0, ::4], pack.factors[:, 0])
 
 
 def test_layers_compiled_one_by_one_share_a_graph():
@@ -385,7 +408,7 @@ def test_layers_compiled_one_by_one_share_a_graph():
     model = nn.Sequential(*layers)
     float8lab.convert_to_float8(model, RECIPES["delayed"])
     eager = copy.deepcopy(model)
-    backend = Counted()
+    backend = CountingBackend()
     for layer in model:
         layer.compile(fullgraph=True, backend=backend)
     for step in range(2):
@@ -396,28 +419,29 @@ def test_layers_compiled_one_by_one_share_a_graph():
     assert states(model) == states(eager)
 
 
-def test_the_ops_of_graphs_are_sound(monkeypatch):
+def test_ops_of_compiled_graphs_pass_opcheck(monkeypatch):
     layer = nn.Linear(32, 48)
     float8lab.convert_to_float8(layer, RECIPES["delayed"])
     layer(torch.randn(8, 32)).sum().backward()  # now every slot has a scale
     precision, ops = layer._fp8, torch.ops.float8lab
-    # opcheck copies the arguments, and so the handle, whose address is what counts.
+    # opcheck copies the arguments. A copy of the handle has another address, so every address must
+    # find the layer.
     monkeypatch.setattr(_Handles, "owners", collections.defaultdict(lambda: precision))
     clock = torch.zeros(1, dtype=torch.uint8)
     x = torch.randn(20, 32)
     module = (precision.handle, RECIPES["delayed"].number, "", 0, False, 1)
     gelu = ("gelu", [x], torch.float32, *module)
     matrix = ("", [x], torch.bfloat16, *module)
-    for described in (matrix, gelu):
-        how = (*described, torch.float8_e4m3fn, 16)
-        for wanted in ((True, False, False), (False, True, False), (True, True, True)):
-            torch.library.opcheck(ops.cast.delayed, (*how, *wanted, None, None, 0))
+    for source in (matrix, gelu):
+        cast_args = (*source, torch.float8_e4m3fn, 16)
+        for outputs in ((True, False, False), (False, True, False), (True, True, True)):
+            torch.library.opcheck(ops.cast.delayed, (*cast_args, *outputs, None, None, 0))
     torch.library.opcheck(ops.come_after.default, (clock, x))
     torch.library.opcheck(ops.advance.default, (clock, []))
 
 
-def test_a_layer_stored_in_fp8_is_exported():
-    """To ONNX's operators, which are torch's only in a graph."""
+def test_a_layer_with_weights_stored_in_fp8_exports_to_onnx_ops():
+    """The graph has the ops of ONNX, which exist in torch only while it exports."""
     with float8lab.fp8_model_init():
         layer = float8lab.Linear(64, 96, device="cpu").eval()
     recipe = recipes.Float8CurrentScaling()
@@ -438,7 +462,7 @@ def test_named_dimensions_of_an_exported_program_take_every_size(strict):
             assert torch.equal(program.module()(other), layer(other))
 
 
-def test_an_exported_program_checkpoints_nothing_and_cannot_hold_delayed_scales():
+def test_export_drops_checkpointing_and_refuses_delayed_scaling():
     mlp, x = float8lab.LayerNormMLP(32, 32, checkpoint=True, device="cpu"), torch.randn(3, 32)
     assert torch.equal(torch.export.export(mlp, (x,)).module()(x), mlp(x))
     with (

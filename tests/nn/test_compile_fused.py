@@ -1,7 +1,7 @@
-"""torch.compile of the fused and attention modules: no graph breaks, and what eager mode gives.
+"""torch.compile of the fused and attention modules: no graph breaks, and results as in eager mode.
 
-"What eager mode gives" is outputs, gradients and, under delayed scaling, the state after every
-step, bit for bit; through Inductor, which orders float32 sums differently, nearly.
+Outputs, gradients and, under delayed scaling, the state after every step equal those of eager mode
+bit for bit. With Inductor, which orders float32 sums differently, they are close.
 """
 
 import copy
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import float8lab
 from float8lab import recipes
 from float8lab.nn.precision import precisions
-from tests.nn.models import Counted, states
+from tests.nn.models import CountingBackend, states
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -29,7 +29,7 @@ RECIPES = {
 
 
 class Attention(nn.Module):
-    """Attention of a tensor to itself."""
+    """Attention whose queries, keys and values come from one tensor."""
 
     def __init__(self):
         super().__init__()
@@ -57,34 +57,34 @@ MODULES = {
 }  # fmt: skip
 
 
-class Twice(nn.Module):
-    """A linear layer and two calls of a module, of which the second may be checkpointed."""
+class CalledTwice(nn.Module):
+    """A linear layer and two calls of a module; the second call may be checkpointed."""
 
-    def __init__(self, name, how=None):
+    def __init__(self, name, checkpoint_with=None):
         super().__init__()
         self.first = float8lab.Linear(HIDDEN, HIDDEN, device="cpu")
         self.inner = MODULES[name]()
-        self.how = how
+        self.checkpoint_with = checkpoint_with
 
     def forward(self, x):
         x = self.first(x) + self.inner(x)
-        if self.how == "torch":
+        if self.checkpoint_with == "torch":
             return checkpoint(self.inner, x, use_reentrant=False)
-        if self.how == "float8lab":
+        if self.checkpoint_with == "float8lab":
             return float8lab.checkpoint(self.inner, x, use_reentrant=False)
         return self.inner(x)
 
 
-def steps(call, model, recipe, *, within=False):
-    """Output, gradients and state of each of four steps."""
+def steps(call, model, recipe, *, opens_regions=False):
+    """The output, the gradients and the scaling state of each of four steps."""
     generator = torch.Generator().manual_seed(0)
     device = next(model.parameters()).device
     history = []
-    for number in range(4):
+    for step in range(4):
         x, dy = torch.randn(2, S, B, HIDDEN, generator=generator).to(device)
-        x = (x * (number + 1)).requires_grad_()
+        x = (x * (step + 1)).requires_grad_()
         model.zero_grad()
-        with float8lab.autocast(enabled=not within, recipe=recipe):
+        with float8lab.autocast(enabled=not opens_regions, recipe=recipe):
             y = call(x)
         y.backward(dy)
         gradients = [p.grad.clone() for p in model.parameters()]
@@ -93,65 +93,67 @@ def steps(call, model, recipe, *, within=False):
 
 
 def check_same(actual, expected):
-    for (got, state), (wanted, state_wanted) in zip(actual, expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-        assert state == state_wanted
+    for (actual_tensors, state), (expected_tensors, expected_state) in zip(
+        actual, expected, strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(actual_tensors, expected_tensors, strict=True))
+        assert state == expected_state
 
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
-        # Quick below, with accumulated microbatches.
+        # A quick test below covers this module, with accumulated microbatches.
         pytest.param("norm-linear", "delayed", marks=pytest.mark.slow),
-        pytest.param("mlp", "delayed", marks=pytest.mark.slow),  # quick with FP8 input
-        # Quick below, where its second call is checkpointed, too.
+        pytest.param("mlp", "delayed", marks=pytest.mark.slow),  # the quick case has an FP8 input
+        # A quick test below covers this module, with a second call that is checkpointed.
         pytest.param("mlp-checkpoint", "delayed", marks=pytest.mark.slow),
         ("mlp-fp8-input", "delayed"),
         ("attention", "delayed-dpa"),
-        # Quick in test_transformer.py, where its attention is in FP8 under delayed scaling, too.
+        # A quick test in test_transformer.py covers FP8 attention under delayed scaling.
         pytest.param("transformer", "delayed-dpa", marks=pytest.mark.slow),
         ("mlp-fp8-input", "current"),
     ],
 )
-def test_equals_eager(name, recipe, device):
-    eager = Twice(name).to(device)
+def test_compiled_steps_equal_eager(name, recipe, device):
+    eager = CalledTwice(name).to(device)
     model = copy.deepcopy(eager)
-    backend = Counted()
+    backend = CountingBackend()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     actual = steps(compiled, model, RECIPES[recipe])
     check_same(actual, steps(eager, eager, RECIPES[recipe]))
     assert backend.graphs == 1
-    moved = [state != before for (_, before), (_, state) in itertools.pairwise(actual)]
-    assert all(moved) == any(moved) == recipe.startswith("delayed")
+    state_changes = [state != before for (_, before), (_, state) in itertools.pairwise(actual)]
+    assert all(state_changes) == any(state_changes) == recipe.startswith("delayed")
 
 
 @pytest.mark.parametrize(
-    ("name", "how"),
+    ("name", "checkpoint_with"),
     [
-        pytest.param(name, how, marks=[pytest.mark.slow] * (how != quick))
+        pytest.param(name, checkpoint_with, marks=[pytest.mark.slow] * (checkpoint_with != quick))
         for name, quick in (
             ("mlp", "torch"), ("mlp-checkpoint", "torch"), ("attention", "float8lab"),
         )
-        for how in ("torch", "float8lab")
+        for checkpoint_with in ("torch", "float8lab")
     ],
 )  # fmt: skip
-def test_checkpointed_under_delayed_scaling_equals_eager(name, how):
+def test_compiled_checkpoints_under_delayed_scaling_equal_eager(name, checkpoint_with):
     recipe = RECIPES["delayed-dpa"]
-    eager = Twice(name, how)
+    eager = CalledTwice(name, checkpoint_with)
     model, plain = copy.deepcopy(eager), copy.deepcopy(eager)
-    plain.how = None
+    plain.checkpoint_with = None
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     expected = steps(eager, eager, recipe)
     check_same(steps(compiled, model, recipe), expected)
     check_same(steps(plain, plain, recipe), expected)
 
 
-def test_autocasts_within_the_compiled_function():
+def test_autocast_regions_inside_the_compiled_function_equal_eager():
     recipe = RECIPES["delayed"]
     eager = MODULES["mlp"]()
     model = copy.deepcopy(eager)
 
-    def of(module):
+    def two_regions(module):
         def function(x):
             with float8lab.autocast(recipe=recipe):
                 x = module(x)
@@ -160,18 +162,18 @@ def test_autocasts_within_the_compiled_function():
 
         return function
 
-    compiled = torch.compile(of(model), fullgraph=True, backend="aot_eager")
-    expected = steps(of(eager), eager, recipe, within=True)
-    check_same(steps(compiled, model, recipe, within=True), expected)
+    compiled = torch.compile(two_regions(model), fullgraph=True, backend="aot_eager")
+    expected = steps(two_regions(eager), eager, recipe, opens_regions=True)
+    check_same(steps(compiled, model, recipe, opens_regions=True), expected)
 
 
-def converted():
+def converted_mlp():
     layers = nn.Linear(HIDDEN, 48), nn.GELU(), nn.Linear(48, HIDDEN)
     return float8lab.convert_to_float8(nn.Sequential(*layers), RECIPES["delayed"])
 
 
-@pytest.mark.parametrize("make", [MODULES["norm-linear"], MODULES["mlp"], converted])
-def test_in_no_region_and_with_accumulated_microbatches(make):
+@pytest.mark.parametrize("make", [MODULES["norm-linear"], MODULES["mlp"], converted_mlp])
+def test_accumulated_microbatches_outside_a_region_equal_eager(make):
     eager = make()
     for _, precision in precisions(eager):
         precision.recipe = RECIPES["delayed"]
@@ -194,7 +196,7 @@ def test_in_no_region_and_with_accumulated_microbatches(make):
         assert states(model)
 
 
-def test_calibration_is_left_to_eager_mode():
+def test_calibration_under_compile_runs_in_eager_mode():
     eager = MODULES["mlp"]()
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, backend="aot_eager")
@@ -208,9 +210,9 @@ def test_calibration_is_left_to_eager_mode():
 
 
 @pytest.mark.slow
-def test_a_checkpointed_transformer_layer():
+def test_a_compiled_checkpointed_transformer_layer_equals_eager():
     recipe = RECIPES["delayed-dpa"]
-    eager = Twice("transformer", "torch")
+    eager = CalledTwice("transformer", "torch")
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     check_same(steps(compiled, model, recipe), steps(eager, eager, recipe))
@@ -219,16 +221,18 @@ def test_a_checkpointed_transformer_layer():
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("name", ["norm-linear", "mlp", "mlp-checkpoint", "transformer"])
-def test_inductor(name, recipe, device):
+def test_inductor_nearly_equals_eager(name, recipe, device):
     eager = MODULES[name]().to(device)
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, fullgraph=True)
     actual = steps(compiled, model, RECIPES[recipe])
     expected = steps(eager, eager, RECIPES[recipe])
-    for (got, _), (wanted, _) in zip(actual, expected, strict=True):
-        # What is zero but for rounding, as the gradient of a key's bias, is compared with the rest.
-        noise = 2.0**-20 * max(b.norm() for b in wanted)
-        for a, b in zip(got, wanted, strict=True):
-            # Where a sum in another order flips the rounding of a cast, the value moves by one
-            # step of FP8, at most 2**-2 of it; flips are few, and nothing else may differ.
+    for (actual_tensors, _), (expected_tensors, _) in zip(actual, expected, strict=True):
+        # The gradient of a key's bias, for example, is zero except for rounding. The tolerance for
+        # such tensors follows from the largest of the other tensors.
+        noise = 2.0**-20 * max(b.norm() for b in expected_tensors)
+        for a, b in zip(actual_tensors, expected_tensors, strict=True):
+            # A sum in another order may flip the rounding of a cast, and then the value moves by
+            # one step of FP8, at most 2**-2 of the value. Few roundings flip, and nothing else may
+            # differ.
             assert (a - b).norm() <= 2.0**-6 * b.norm() + noise

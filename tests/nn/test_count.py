@@ -1,4 +1,4 @@
-"""count_gemms counts what reaches the dispatcher, under the module that asked for it."""
+"""count_gemms counts the GEMMs that reach the dispatcher, under the module that calls them."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_modules_that_were_not_converted_are_counted_too():
     assert (counts.fp8, counts.high_precision) == (2, 3)
 
 
-def test_products_outside_modules():
+def test_gemms_outside_modules_are_counted_without_a_name():
     with float8lab.count_gemms() as counts:
         torch.randn(4, 8) @ torch.randn(8, 4)
         torch.bmm(torch.randn(2, 4, 8), torch.randn(2, 8, 4))
@@ -28,28 +28,28 @@ def test_products_outside_modules():
     assert "(outside any module)" in str(counts)
 
 
-def test_grouped_products():
+def test_grouped_gemms_are_counted_as_high_precision():
     x = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
     experts = torch.randn(2, 16, 8, dtype=torch.bfloat16, requires_grad=True)
-    ends = torch.tensor([16, 32], dtype=torch.int32)
+    offsets = torch.tensor([16, 32], dtype=torch.int32)
     with float8lab.count_gemms() as counts:
-        torch._grouped_mm(x, experts, offs=ends).square().sum().backward()
-        F.grouped_mm(x, experts, offs=ends)
+        torch._grouped_mm(x, experts, offs=offsets).square().sum().backward()
+        F.grouped_mm(x, experts, offs=offsets)
     assert (counts.fp8, counts.high_precision) == (0, 4)
 
 
-def test_torchs_own_scaled_products():
-    """The grouped ones have no CPU kernel: that they are tried is counted before they fail."""
+def test_scaled_gemms_of_torch_are_counted_as_fp8():
+    """The grouped GEMM has no CPU kernel; the count includes the attempt, which then fails."""
     x = torch.randn(32, 16).to(torch.float8_e4m3fn)
-    one = torch.ones(())
+    unit_scale = torch.ones(())
     with float8lab.count_gemms() as counts:
-        torch._scaled_mm(x, x.t(), one, one, out_dtype=torch.bfloat16)
+        torch._scaled_mm(x, x.t(), unit_scale, unit_scale, out_dtype=torch.bfloat16)
         with pytest.raises((NotImplementedError, RuntimeError, ValueError)):
-            torch._scaled_grouped_mm(x, x.view(2, 16, 16).mT, one, one)
+            torch._scaled_grouped_mm(x, x.view(2, 16, 16).mT, unit_scale, unit_scale)
     assert (counts.fp8, counts.high_precision) == (2, 0)
 
 
-def test_products_of_float8_tensors():
+def test_gemms_of_float8_tensors_are_counted_by_the_precision_they_run_in():
     x = float8lab.quantize(torch.randn(16, 16)).requires_grad_()
     column = float8lab.quantize(torch.randn(16, 16), block=(-1, 1))
     with float8lab.count_gemms() as counts:
@@ -62,7 +62,7 @@ def test_products_of_float8_tensors():
     assert (counts.fp8, counts.high_precision) == (3, 2)
 
 
-def test_recomputation_is_counted():
+def test_gemms_of_a_recompute_are_counted():
     model = float8lab.convert_to_float8(nn.Sequential(nn.Linear(8, 8)))
     x = torch.randn(4, 8, requires_grad=True)
     with float8lab.count_gemms() as counts:

@@ -1,4 +1,4 @@
-"""CUDA graphs of training steps: the bytes of eager mode, and a module that stays usable."""
+"""CUDA graphs of training steps equal eager mode bit for bit, and the module stays usable."""
 
 import contextlib
 import copy
@@ -17,9 +17,9 @@ from tests.nn.models import GPT, RECIPES, Checkpointed, each_recipe, same_gradie
 
 pytestmark = [
     pytest.mark.usefixtures("uncollected"),
-    # By torch, where the gradients of a module that was recorded are accumulated without its graph.
+    # torch warns if the gradients of a recorded module are accumulated without its graph.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
-    # By torch, of the empty graph with which a graph pool begins.
+    # torch warns about the empty graph with which a graph pool begins.
     pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
 ]
 
@@ -47,7 +47,7 @@ def train(model, x):
 
 
 def assert_equal_training(model, eager, shape=(32, 64), steps=3):
-    """Each step has the same output, gradients and state of delayed scaling."""
+    """Output, gradients and delayed-scaling state are equal in each step."""
     for i in range(steps):
         xs = [batch(i, shape).requires_grad_() for _ in range(2)]
         assert torch.equal(train(model, xs[0]), train(eager, xs[1]))
@@ -57,7 +57,7 @@ def assert_equal_training(model, eager, shape=(32, 64), steps=3):
 
 
 def assert_equal_sums(model, eager):
-    """Gradients accumulate to the same."""
+    """Gradients that accumulate over three backwards are equal."""
     for m in (model, eager):
         m.zero_grad()
         for i in range(3):
@@ -73,8 +73,8 @@ def test_make_graphed_callables_needs_a_gpu():
 
 
 @each_recipe_on_a_gpu
-@pytest.mark.parametrize("warm", [1, 3])
-def test_a_recorded_training_step_equals_eager(recipe, warm):
+@pytest.mark.parametrize("warmup_steps", [1, 3])
+def test_a_recorded_training_step_equals_eager(recipe, warmup_steps):
     eager = make_mlp(recipe)
     for p in eager.parameters():
         p.grad = torch.zeros_like(p)
@@ -92,23 +92,23 @@ def test_a_recorded_training_step_equals_eager(recipe, warm):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for i in range(warm):
+        for i in range(warmup_steps):
             x.copy_(batch(i))
             step(model, optimizers[1], x)
     torch.cuda.current_stream().wait_stream(side)
-    for i in range(warm):
+    for i in range(warmup_steps):
         step(eager, optimizers[0], batch(i))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = step(model, optimizers[1], x)
-    for i in range(warm, warm + 4):
+    for i in range(warmup_steps, warmup_steps + 4):
         x.copy_(batch(i))
         graph.replay()
         expected = step(eager, optimizers[0], batch(i))
         assert torch.equal(y, expected)
         assert all(map(torch.equal, model.parameters(), eager.parameters()))
         assert states(model) == states(eager)
-    # Outside the graph, where eager mode must not believe what it knew before.
+    # Eager calls after the replays must not use casts from before them.
     with torch.no_grad():
         model.eval(), eager.eval()
         assert torch.equal(model(x), eager(x))
@@ -132,7 +132,7 @@ MODULES = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
-def test_what_stands_for_a_module_in_graphs_is_where_its_parameters_are(make):
+def test_module_handles_for_graphs_follow_the_device_of_the_parameters(make):
     def devices(module):
         return {precision.handle.device.type for precision in precisions_below(module)}
 
@@ -160,7 +160,8 @@ def test_reduce_overhead_equals_eager(recipe, moved):
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
     plain = torch.compile(eager, fullgraph=True)
     histories = []
-    # One after the other: a region's end also advances what recorded graphs have replayed since.
+    # The models run one after the other, because the end of a region also advances the state that
+    # recorded graphs have replayed since.
     for m, call in ((model, compiled), (eager, plain)):
         histories.append([])
         for step in range(6):
@@ -171,11 +172,12 @@ def test_reduce_overhead_equals_eager(recipe, moved):
             loss.backward()
             gradients = [p.grad.clone() for p in m.parameters()]
             histories[-1].append((loss.item(), gradients, states(m)))
-    # The same kernels with and without graphs; eager mode's own differ between the GEMMs.
-    for got, wanted in zip(*histories, strict=True):
-        assert got[0] == wanted[0]
-        assert all(map(torch.equal, got[1], wanted[1]))
-        assert got[2] == wanted[2]
+    # With and without graphs the kernels are the same. Eager mode would have other kernels between
+    # the GEMMs.
+    for actual, expected in zip(*histories, strict=True):
+        assert actual[0] == expected[0]
+        assert all(map(torch.equal, actual[1], expected[1]))
+        assert actual[2] == expected[2]
     skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
     assert skipped == 0
 
@@ -183,8 +185,8 @@ def test_reduce_overhead_equals_eager(recipe, moved):
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.gpu
 @pytest.mark.parametrize("earlier", [(), ("eager",), ("eager", "compiled")], ids=str)
-def test_state_of_delayed_scaling_is_not_in_the_memory_of_a_graph(earlier):
-    """Torch gives that memory to the next graph, and raises where anything but outputs stays."""
+def test_delayed_scaling_state_is_not_in_the_memory_of_a_cuda_graph(earlier):
+    """torch reuses that memory for the next graph, and raises if anything but outputs stays."""
     model = make_mlp(RECIPES["delayed"])
     calls = {
         "eager": model,
@@ -223,7 +225,7 @@ def test_graphed_callables_equal_eager(recipe, used):
     assert states(model) == before
     assert_equal_training(model, eager, steps=4)
     assert_equal_sums(model, eager)
-    # Whatever the graph was not recorded for runs without it.
+    # A call for which the graph was not recorded runs without it.
     assert torch.equal(train(model, batch(5, (7, 64))), train(eager, batch(5, (7, 64))))
     with float8lab.autocast(enabled=False):
         assert torch.equal(model(batch(6)), eager(batch(6)))
@@ -233,7 +235,7 @@ def test_graphed_callables_equal_eager(recipe, used):
     assert torch.equal(model(batch(6)), eager(batch(6)))
 
 
-def test_reset_gives_back_what_was_given(monkeypatch):
+def test_reset_restores_the_original_callables(monkeypatch):
     replays = []
 
     class Replayed(graphs.Recorded):
@@ -250,11 +252,11 @@ def test_reset_gives_back_what_was_given(monkeypatch):
     monkeypatch.setattr(graphs, "_stream", lambda x: 0)
     layer, x = float8lab.Linear(16, 16, device="cpu"), torch.ones(2, 16)
     before = dict(vars(layer))
-    given = (layer, torch.sin)
-    made = float8lab.make_graphed_callables(given, ((x,), (x,)))
-    assert made[0] is layer
+    callables = (layer, torch.sin)
+    graphed_callables = float8lab.make_graphed_callables(callables, ((x,), (x,)))
+    assert graphed_callables[0] is layer
     originals = (type(layer).forward.__get__(layer), torch.sin)
-    for function, original in zip(made, originals, strict=True):
+    for function, original in zip(graphed_callables, originals, strict=True):
         assert function(x) is replays.pop()
         function.reset()
         assert torch.equal(function(x), original(x))
@@ -280,7 +282,7 @@ def test_reset_frees_the_graphs():
 
 
 @each_recipe_on_a_gpu
-def test_graphed_modules_in_an_autocast_as_transformer_engine_has_them(recipe):
+def test_graphed_modules_with_weight_caching_in_an_autocast_equal_eager(recipe):
     def make():
         torch.manual_seed(0)
         return [float8lab.Linear(64, 64, device="cuda", params_dtype=torch.bfloat16) for _ in "ab"]
@@ -305,11 +307,11 @@ def test_graphed_modules_in_an_autocast_as_transformer_engine_has_them(recipe):
             assert torch.equal(a.weight.grad, b.weight.grad)
             assert states(a) == states(b)
     x = batch(4)
-    assert torch.equal(graphed[0](x), eager[0](x))  # in bfloat16: there is no autocast
+    assert torch.equal(graphed[0](x), eager[0](x))  # in bfloat16, without autocast
 
 
 @each_recipe_on_a_gpu
-def test_graphed_weights_stored_in_fp8_and_keyword_arguments(recipe):
+def test_graphed_weights_stored_in_fp8_with_keyword_arguments_equal_eager(recipe):
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -336,14 +338,14 @@ def test_graphed_weights_stored_in_fp8_and_keyword_arguments(recipe):
 
 
 @pytest.mark.gpu
-def test_graphed_callables_refuse_what_does_not_fit():
+def test_graphed_callables_refuse_too_few_sample_args():
     layer = nn.Linear(16, 16).cuda()
     x = torch.ones(2, 16, device="cuda")
     with pytest.raises(ValueError, match="sample_args must have one entry for each of the 2"):
         float8lab.make_graphed_callables((layer, layer), ((x,),))
 
 
-def pair(make, **options):
+def graphed_and_eager(make, **options):
     """A graphed module and an equal one without graphs."""
     eager = make()
     model = copy.deepcopy(eager)
@@ -356,7 +358,7 @@ def recordings(model):
 
 
 def step(model, x, region=contextlib.nullcontext):
-    """A training step; returns the output and all gradients, whose values later steps must keep."""
+    """Runs a training step; later steps must not overwrite the output and gradients it returns."""
     model.zero_grad()
     x = x.detach().clone().requires_grad_()
     with region():
@@ -366,49 +368,49 @@ def step(model, x, region=contextlib.nullcontext):
 
 
 def assert_equal_steps(model, eager, xs, region=contextlib.nullcontext, *, optimizers=()):
-    """Train both on ``xs``; what each step gave is compared when all have run."""
-    kept = []
+    """Train both models on ``xs``, and compare the results of all steps after the last one."""
+    history = []
     for x in xs:
-        kept.append((step(model, x, region), step(eager, x, region)))
+        history.append((step(model, x, region), step(eager, x, region)))
         assert states(model) == states(eager)
-        if optimizers:  # which write where the gradients of the step may be
-            kept[-1] = [[t.clone() for t in given] for given in kept[-1]]
+        if optimizers:  # these may overwrite the gradients of the step
+            history[-1] = [[t.clone() for t in results] for results in history[-1]]
         for optimizer in optimizers:
             optimizer.step()
         assert all(map(torch.equal, model.parameters(), eager.parameters()))
-    for got, wanted in kept:
-        assert all(map(torch.equal, got, wanted))
+    for actual, expected in history:
+        assert all(map(torch.equal, actual, expected))
 
 
 @each_recipe_on_a_gpu
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 def test_graphed_training_equals_eager(recipe, fused):
-    model, eager = pair(lambda: make_mlp(recipe))
-    how = {"lr": 1e-2, "fused": True} if fused else {"lr": 1e-2}
-    optimizers = [torch.optim.AdamW(m.parameters(), **how) for m in (model, eager)]
+    model, eager = graphed_and_eager(lambda: make_mlp(recipe))
+    adamw_options = {"lr": 1e-2, "fused": True} if fused else {"lr": 1e-2}
+    optimizers = [torch.optim.AdamW(m.parameters(), **adamw_options) for m in (model, eager)]
     assert_equal_steps(model, eager, [batch(i) for i in range(7)], optimizers=optimizers)
     assert len(recordings(model)) == 1
 
 
 @each_recipe_on_a_gpu
-def test_graphed_results_last_and_gradients_accumulate(recipe):
-    model, eager = pair(lambda: make_mlp(recipe))
+def test_graphed_results_are_not_overwritten_and_gradients_accumulate(recipe):
+    model, eager = graphed_and_eager(lambda: make_mlp(recipe))
     assert_equal_steps(model, eager, [batch(i) for i in range(5)])
     assert_equal_sums(model, eager)
     assert len(recordings(model)) == 1
 
 
 @each_recipe_on_a_gpu
-def test_graphed_calls_of_two_shapes(recipe):
-    model, eager = pair(lambda: make_mlp(recipe))
+def test_each_shape_of_graphed_calls_gets_a_recording(recipe):
+    model, eager = graphed_and_eager(lambda: make_mlp(recipe))
     shapes = [(32, 64), (48, 64)] * 4 + [(3, 16, 64)] * 3
     assert_equal_steps(model, eager, [batch(i, shape) for i, shape in enumerate(shapes)])
     assert len(recordings(model)) == 3
 
 
 @each_recipe_on_a_gpu
-def test_graphed_calls_before_their_backwards(recipe):
-    model, eager = pair(lambda: make_mlp(recipe))
+def test_several_graphed_forwards_before_their_backwards_equal_eager(recipe):
+    model, eager = graphed_and_eager(lambda: make_mlp(recipe))
     assert_equal_steps(model, eager, [batch(i) for i in range(4)])
     for order in (1, -1):
         results = []
@@ -425,24 +427,24 @@ def test_graphed_calls_before_their_backwards(recipe):
 
 @each_recipe_on_a_gpu
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_graphed_layer_that_is_checkpointed(recipe, reentrant):
-    model, eager = pair(lambda: make_mlp(recipe))
+def test_a_checkpointed_graphed_layer_equals_eager(recipe, reentrant):
+    model, eager = graphed_and_eager(lambda: make_mlp(recipe))
     assert_equal_steps(model, eager, [batch(i) for i in range(3)])
-    again = [Checkpointed(m, reentrant) for m in (model, eager)]
-    assert_equal_steps(*again, [batch(i) for i in range(3)])
+    checkpointed = [Checkpointed(m, reentrant) for m in (model, eager)]
+    assert_equal_steps(*checkpointed, [batch(i) for i in range(3)])
     assert_equal_steps(model, eager, [batch(i) for i in range(3)])
 
 
 @each_recipe_on_a_gpu
-def test_graphed_evaluation(recipe):
-    model, eager = pair(lambda: make_mlp(recipe))
+def test_graphed_evaluation_equals_eager(recipe):
+    model, eager = graphed_and_eager(lambda: make_mlp(recipe))
     assert_equal_steps(model, eager, [batch(i) for i in range(3)])
     model.eval(), eager.eval()
     for context in (torch.no_grad, torch.inference_mode, contextlib.nullcontext):
         with context():
-            got = [model(batch(i)) for i in range(4)]
-            wanted = [eager(batch(i)) for i in range(4)]
-        assert all(map(torch.equal, got, wanted))
+            actual = [model(batch(i)) for i in range(4)]
+            expected = [eager(batch(i)) for i in range(4)]
+        assert all(map(torch.equal, actual, expected))
     assert len(recordings(model)) == 4
     model.train(), eager.train()
     assert_equal_steps(model, eager, [batch(i) for i in range(3)])
@@ -451,9 +453,9 @@ def test_graphed_evaluation(recipe):
 
 
 @each_recipe_on_a_gpu
-def test_a_graphed_layer_whose_parameters_have_nodes_elsewhere(recipe):
-    """As ``DistributedDataParallel`` holds them, and a layer that is called twice in a forward."""
-    model, eager = pair(lambda: make_mlp(recipe))
+def test_a_graphed_layer_with_gradient_nodes_held_elsewhere_equals_eager(recipe):
+    """``DistributedDataParallel`` holds such nodes. The layer is called twice in a forward, too."""
+    model, eager = graphed_and_eager(lambda: make_mlp(recipe))
     nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters()]
     assert_equal_steps(model, eager, [batch(0)])
     twice = [nn.Sequential(m, nn.Tanh(), m) for m in (model, eager)]
@@ -466,32 +468,32 @@ def test_a_graphed_layer_whose_parameters_have_nodes_elsewhere(recipe):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", ["weight", "data", "assigned", "loaded", "moved", "converted"])
+@pytest.mark.parametrize("change", ["weight", "data", "assigned", "loaded", "moved", "converted"])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_graphed_parameters_that_are_replaced(how, recipe):
-    model, eager = pair(lambda: make_mlp(RECIPES[recipe]))
+def test_graphed_modules_equal_eager_after_their_parameters_are_replaced(change, recipe):
+    model, eager = graphed_and_eager(lambda: make_mlp(RECIPES[recipe]))
     assert_equal_steps(model, eager, [batch(i) for i in range(3)])
     for m in (model, eager):
         other = {name: 2 * t for name, t in m.state_dict().items()}
-        if how == "weight":
+        if change == "weight":
             m[0].weight = nn.Parameter(other["0.weight"])
-        elif how == "data":
+        elif change == "data":
             m[0].weight.data = other["0.weight"]
-        elif how == "moved":
+        elif change == "moved":
             m.cpu()
             m.cuda()
-        elif how == "converted":
+        elif change == "converted":
             float8lab.convert_to_float8(m, RECIPES["block"])
         else:
-            m.load_state_dict(other, assign=how == "assigned")
+            m.load_state_dict(other, assign=change == "assigned")
     assert_equal_steps(model, eager, [batch(i) for i in range(4)])
-    # A recipe is a part of what calls are like: graphs of the former one are kept.
-    assert len(recordings(model)) == 1 + (how == "converted")
+    # Graphs are kept for each recipe, so those of the former recipe stay.
+    assert len(recordings(model)) == 1 + (change == "converted")
 
 
 @each_recipe_on_a_gpu
-def test_a_graphed_call_that_is_retained(recipe):
-    model, eager = pair(lambda: make_mlp(recipe))
+def test_a_graphed_call_with_retain_graph_equals_eager(recipe):
+    model, eager = graphed_and_eager(lambda: make_mlp(recipe))
     assert_equal_steps(model, eager, [batch(i) for i in range(3)])
     for m in (model, eager):
         m.zero_grad()
@@ -506,11 +508,13 @@ def test_a_graphed_call_that_is_retained(recipe):
 
 @each_recipe_on_a_gpu
 @pytest.mark.parametrize("inside", [False, True], ids=["each-layer", "whole"])
-def test_graphed_layers_in_an_autocast(recipe, inside):
+def test_graphed_layers_in_an_autocast_equal_eager(recipe, inside):
     def make():
         torch.manual_seed(0)
-        how = {"device": "cuda", "params_dtype": torch.bfloat16}
-        return nn.Sequential(float8lab.Linear(64, 64, **how), float8lab.Linear(64, 64, **how))
+        options = {"device": "cuda", "params_dtype": torch.bfloat16}
+        return nn.Sequential(
+            float8lab.Linear(64, 64, **options), float8lab.Linear(64, 64, **options)
+        )
 
     eager, model = make(), make()
     for layer in [model] if inside else model:
@@ -525,11 +529,11 @@ def test_graphed_layers_in_an_autocast(recipe, inside):
 
 
 @pytest.mark.gpu
-def test_graphed_layers_in_an_autocast_of_torch():
+def test_graphed_layers_in_a_torch_autocast_equal_eager():
     def make():
         return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).cuda()
 
-    model, eager = pair(make)
+    model, eager = graphed_and_eager(make)
 
     def region():
         return torch.autocast("cuda", torch.bfloat16)
@@ -541,17 +545,17 @@ def test_graphed_layers_in_an_autocast_of_torch():
 
 
 FUSED = {
-    "norm-linear": lambda **how: float8lab.LayerNormLinear(64, 96, **how),
-    "mlp": lambda **how: float8lab.LayerNormMLP(64, 96, activation="swiglu", **how),
-    "mlp-checkpoint": lambda **how: float8lab.LayerNormMLP(
-        64, 96, activation="swiglu", checkpoint=True, **how
+    "norm-linear": lambda **options: float8lab.LayerNormLinear(64, 96, **options),
+    "mlp": lambda **options: float8lab.LayerNormMLP(64, 96, activation="swiglu", **options),
+    "mlp-checkpoint": lambda **options: float8lab.LayerNormMLP(
+        64, 96, activation="swiglu", checkpoint=True, **options
     ),
-    "attention": lambda **how: float8lab.MultiheadAttention(
-        64, 4, num_gqa_groups=2, input_layernorm=True, attention_dropout=0.0, **how
+    "attention": lambda **options: float8lab.MultiheadAttention(
+        64, 4, num_gqa_groups=2, input_layernorm=True, attention_dropout=0.0, **options
     ),
-    "transformer": lambda **how: float8lab.TransformerLayer(
+    "transformer": lambda **options: float8lab.TransformerLayer(
         64, 96, 4, num_gqa_groups=2, normalization="RMSNorm", activation="swiglu",
-        hidden_dropout=0.0, attention_dropout=0.0, **how
+        hidden_dropout=0.0, attention_dropout=0.0, **options
     ),
 }  # fmt: skip
 
@@ -561,20 +565,20 @@ FUSED = {
     ("name", "fp8_dpa"), [*((name, False) for name in FUSED), ("transformer", True)]
 )
 def test_graphed_modules_equal_eager(recipe, name, fp8_dpa):
-    """By ``graphed``, and by ``make_graphed_callables``."""
+    """Both ``graphed`` and ``make_graphed_callables`` record the module."""
     if fp8_dpa:
         recipe = dataclasses.replace(recipe, fp8_dpa=True)
-    made, shape = FUSED[name](device="cuda", params_dtype=torch.bfloat16), (24, 4, 64)
-    for module in made.modules():
-        if isinstance(module, float8lab.DotProductAttention):
-            module.backends = ("reference",)  # others may add in another order each time
-    float8lab.convert_to_float8(made, recipe)
-    model, eager = pair(lambda: copy.deepcopy(made))
+    module, shape = FUSED[name](device="cuda", params_dtype=torch.bfloat16), (24, 4, 64)
+    for submodule in module.modules():
+        if isinstance(submodule, float8lab.DotProductAttention):
+            submodule.backends = ("reference",)  # the order of sums may vary in other backends
+    float8lab.convert_to_float8(module, recipe)
+    model, eager = graphed_and_eager(lambda: copy.deepcopy(module))
     assert_equal_steps(model, eager, [batch(i, shape) for i in range(5)])
     assert len(recordings(model)) == 1
-    eager = copy.deepcopy(made)
-    float8lab.make_graphed_callables(made, (batch(0, shape).requires_grad_(),))
-    assert_equal_training(made, eager, shape)
+    eager = copy.deepcopy(module)
+    float8lab.make_graphed_callables(module, (batch(0, shape).requires_grad_(),))
+    assert_equal_training(module, eager, shape)
 
 
 @each_recipe_on_a_gpu
@@ -590,7 +594,7 @@ def test_a_graphed_stack_equals_eager(recipe):
         losses = []
         for m, optimizer in zip((model, eager), optimizers, strict=True):
             m.zero_grad()
-            with sdpa_kernel(SDPBackend.MATH):  # the same sums in each run
+            with sdpa_kernel(SDPBackend.MATH):  # this backend sums in a fixed order
                 losses.append(m(tokens).square().mean())
             losses[-1].backward()
             optimizer.step()
@@ -606,7 +610,7 @@ def test_graphed_dropout_and_buffers_equal_eager():
         layers = nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 64)
         return nn.Sequential(*layers).cuda()
 
-    model, eager = pair(make)
+    model, eager = graphed_and_eager(make)
     for i in range(5):
         results = []
         for m in (model, eager):
@@ -617,12 +621,12 @@ def test_graphed_dropout_and_buffers_equal_eager():
 
 
 @pytest.mark.gpu
-def test_a_module_that_waits_for_the_gpu_is_not_recorded():
+def test_a_module_that_synchronizes_with_the_gpu_is_not_recorded():
     class Waits(nn.Linear):
         def forward(self, x):
             return super().forward(x) * x.max().item()
 
-    model, eager = pair(lambda: Waits(64, 64).cuda().bfloat16())
+    model, eager = graphed_and_eager(lambda: Waits(64, 64).cuda().bfloat16())
     step(model, batch(0))
     with pytest.warns(UserWarning, match="Waits could not be recorded by float8lab.graphed.*waits"):
         step(model, batch(1))
@@ -631,25 +635,25 @@ def test_a_module_that_waits_for_the_gpu_is_not_recorded():
 
 
 @pytest.mark.gpu
-def test_a_graphed_module_under_an_outer_graph_on_another_stream_and_on_a_cpu():
-    model, eager = pair(lambda: make_mlp(RECIPES["current"]))
+def test_a_graphed_module_in_an_outer_graph_on_another_stream_or_on_the_cpu_equals_eager():
+    model, eager = graphed_and_eager(lambda: make_mlp(RECIPES["current"]))
     assert_equal_steps(model, eager, [batch(i) for i in range(3)])
     model.eval(), eager.eval()
-    x, wanted = batch(5), None
+    x, expected = batch(5), None
     with torch.no_grad():
-        wanted = eager(x)
+        expected = eager(x)
         for _ in range(3):
             model(x)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = model(x)
         graph.replay()
-        assert torch.equal(y, wanted)
+        assert torch.equal(y, expected)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
-                assert torch.equal(model(x), wanted)
+                assert torch.equal(model(x), expected)
         torch.cuda.current_stream().wait_stream(side)
         model.cpu(), eager.cpu()
         for _ in range(3):
@@ -657,8 +661,8 @@ def test_a_graphed_module_under_an_outer_graph_on_another_stream_and_on_a_cpu():
 
 
 @pytest.mark.gpu
-def test_graphed_gives_the_memory_back():
-    model, _ = pair(lambda: make_mlp(RECIPES["current"]))
+def test_graphed_enabled_false_frees_the_memory_of_the_graphs():
+    model, _ = graphed_and_eager(lambda: make_mlp(RECIPES["current"]))
     for i in range(3):
         step(model, batch(i))
     model.zero_grad()
@@ -670,8 +674,8 @@ def test_graphed_gives_the_memory_back():
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.gpu
-def test_graphed_replays_under_compile_and_after_it():
-    model, eager = pair(lambda: make_mlp(RECIPES["current"]))
+def test_a_graphed_module_equals_eager_under_compile_and_after_it():
+    model, eager = graphed_and_eager(lambda: make_mlp(RECIPES["current"]))
     assert_equal_steps(model, eager, [batch(i) for i in range(3)])
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""A linear layer's GEMMs are found out once and then repeated, with the bytes of the first time."""
+"""A linear layer records a plan of its GEMMs and repeats it; the results have the same bytes."""
 
 import gc
 
@@ -13,35 +13,34 @@ from tests.nn.composition import RECIPES
 
 SHAPES = {"32": (32, 128, 128), "odd": (33, 72, 40), "one": (1, 48, 64), "K2048": (64, 2048, 256)}
 
-
 WITH_KERNELS = {name: recipe for name, recipe in RECIPES.items() if name != "nvfp4"}
-"""Casts to 4 bits are the reference's on every device, whose functions no plan repeats."""
+"""The recipes that plans repeat; casts to 4 bits run the reference, which no plan repeats."""
 
 
 def _steps(module: nn.Module, inputs: list[Tensor], recipe: recipes.Recipe) -> list[Tensor]:
-    """Outputs and gradients of steps under growing inputs, so that a stale scale would show."""
-    found = []
+    """Outputs and gradients of a step for each input; growing inputs would reveal a stale scale."""
+    results = []
     for x in inputs:
         leaf = x.clone().requires_grad_()
         with float8lab.autocast(recipe=recipe):
             y = module(leaf)
         grads = torch.autograd.grad(y.square().sum(), [leaf, *module.parameters()])
-        found += [y.detach(), *grads]
+        results += [y.detach(), *grads]
     with torch.no_grad(), float8lab.autocast(recipe=recipe):
-        found.append(module(inputs[0]))
-    return found
+        results.append(module(inputs[0]))
+    return results
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["Linear", "stored", "LayerNormMLP", "LayerNormLinear"])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_repeated_call_gives_the_bytes_of_the_first(recipe, shape, kind, monkeypatch):
+def test_a_repeated_plan_gives_the_bytes_of_the_functions(recipe, shape, kind, monkeypatch):
     launching = pytest.importorskip("float8lab.ops.kernels._launch")
     M, K, N = shape
     inputs = [torch.randn(M, K, device="cuda", dtype=torch.bfloat16) * 2**i for i in range(5)]
 
-    def made() -> nn.Module:
+    def build() -> nn.Module:
         torch.manual_seed(1)
         bfloat16 = {"params_dtype": torch.bfloat16, "device": "cuda"}
         if kind == "LayerNormMLP":
@@ -51,41 +50,42 @@ def test_a_repeated_call_gives_the_bytes_of_the_first(recipe, shape, kind, monke
         with float8lab.fp8_model_init(enabled=kind == "stored", recipe=recipe):
             return float8lab.Linear(K, N, **bfloat16)
 
-    repeated = _steps(made(), inputs, recipe)
+    repeated = _steps(build(), inputs, recipe)
     monkeypatch.setattr(launching, "ENABLED", False)
-    wanted = _steps(made(), inputs, recipe)
-    torch.testing.assert_close(repeated, wanted, rtol=0, atol=0)
+    expected = _steps(build(), inputs, recipe)
+    torch.testing.assert_close(repeated, expected, rtol=0, atol=0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", WITH_KERNELS.values(), ids=WITH_KERNELS)
-def test_the_steps_of_a_linear_layer_are_a_plan(recipe, monkeypatch):
-    """After three calls with and without gradients none comes to the functions that decide."""
+def test_steady_steps_of_a_linear_layer_repeat_a_plan(recipe, monkeypatch):
+    """After three calls with and without gradients no call runs the functions that decide."""
     layer = float8lab.Linear(128, 128, params_dtype=torch.bfloat16, device="cuda")
     x = torch.randn(32, 128, device="cuda", dtype=torch.bfloat16)
     for _ in range(3):
         _steps(layer, [x], recipe)
     gemm = pytest.importorskip("float8lab.ops.kernels.gemm")
-    seen = []
-    monkeypatch.setattr(gemm, "may_multiply", lambda *args, **kwargs: seen.append(1))
+    decisions = []
+    monkeypatch.setattr(gemm, "may_multiply", lambda *args, **kwargs: decisions.append(1))
     _steps(layer, [x], recipe)
-    assert not seen
+    assert not decisions
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", WITH_KERNELS.values(), ids=WITH_KERNELS)
-def test_a_plan_gives_memory_back_as_its_functions_do(recipe, monkeypatch):
-    """The cast for dgrad and the turned weight are gone before the weight's gradient is there."""
+def test_a_plan_has_no_higher_memory_peak_than_its_functions(recipe, monkeypatch):
+    """The cast for dgrad and the transposed weight are freed before the weight gradient exists."""
     launching = pytest.importorskip("float8lab.ops.kernels._launch")
     M, K, N = 2048, 2048, 2048
     layer = float8lab.Linear(K, N, params_dtype=torch.bfloat16, device="cuda")
     x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
 
     def peak() -> int:
-        # In this thread: autograd's own may still hold gradients when ``before`` is measured.
+        # Backward runs on this thread: another thread of autograd might still hold gradients when
+        # ``before`` is measured.
         with torch.autograd.set_multithreading_enabled(False):
             _steps(layer, [x] * 2, recipe)
-            # What an earlier test left in reference cycles would be given back while this measures.
+            # Reference cycles of earlier tests must not be freed during the measurement.
             gc.collect()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -98,8 +98,8 @@ def test_a_plan_gives_memory_back_as_its_functions_do(recipe, monkeypatch):
     assert repeated - peak() < M * N, "not so much more as an operand in FP8 takes"
 
 
-def _modules(kind: str) -> tuple[nn.Module, tuple[Tensor, ...], int]:
-    """A module, its arguments beside the input, and how many linear layers it has."""
+def _module_arguments_layers(kind: str) -> tuple[nn.Module, tuple[Tensor, ...], int]:
+    """A module, its arguments besides the input, and the number of its linear layers."""
     torch.manual_seed(1)
     if kind == "Linear":
         return float8lab.Linear(64, 48, bias=False, device="cpu"), (), 1
@@ -109,9 +109,9 @@ def _modules(kind: str) -> tuple[nn.Module, tuple[Tensor, ...], int]:
         mlp = float8lab.LayerNormMLP(64, 48, bias=False, activation="swiglu", device="cpu")
         return mlp, (), 2
     if kind.startswith("GroupedLinear"):
-        whole = kind.endswith("whole")
+        single = kind.endswith("single weight")
         layer = float8lab.GroupedLinear(
-            2, 64, 48, bias=False, device="cpu", single_grouped_weight=whole
+            2, 64, 48, bias=False, device="cpu", single_grouped_weight=single
         )
         return layer, (torch.tensor([20, 12]),), 1
     experts = float8lab.ExpertMLP(2, 64, 48, device="cpu")
@@ -122,35 +122,42 @@ def _modules(kind: str) -> tuple[nn.Module, tuple[Tensor, ...], int]:
 @pytest.mark.parametrize("recipe", [RECIPES["delayed"], RECIPES["block"]], ids=str)
 @pytest.mark.parametrize(
     "kind",
-    ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "GroupedLinear, whole", "Mlp"],
+    [
+        "Linear",
+        "LayerNormLinear",
+        "LayerNormMLP",
+        "GroupedLinear",
+        "GroupedLinear, single weight",
+        "ExpertMLP",
+    ],
 )
-def test_a_backward_multiplies_for_the_gradients_that_it_is_for(kind, recipe):
-    """``torch.autograd.grad`` of inputs or of parameters, and pipelines, ask for a part of them."""
-    module, others, layers = _modules(kind)
+def test_backward_runs_only_the_gemms_of_the_requested_gradients(kind, recipe):
+    """``torch.autograd.grad`` and pipelines ask for the gradients of inputs or parameters only."""
+    module, arguments, layers = _module_arguments_layers(kind)
     x, parameters = torch.randn(32, 64, requires_grad=True), list(module.parameters())
     with float8lab.autocast(recipe=recipe), float8lab.count_gemms() as forward:
-        y = module(x * 1.0, *others)
-    products = forward.fp8 + forward.high_precision
+        y = module(x * 1.0, *arguments)
+    forward_gemms = forward.fp8 + forward.high_precision
     dy = torch.randn_like(y)
 
-    def gradients(of: list[Tensor]) -> tuple[tuple[Tensor, ...], float]:
-        """With the number of products, of which the forward has one a layer."""
+    def gradients(tensors: list[Tensor]) -> tuple[tuple[Tensor, ...], float]:
+        """The gradients and the number of GEMMs in units of a layer's forward GEMM."""
         with float8lab.count_gemms() as counts:
-            found = torch.autograd.grad(y, of, dy, retain_graph=True)
-        return found, (counts.fp8 + counts.high_precision) * layers / products
+            gradients_found = torch.autograd.grad(y, tensors, dy, retain_graph=True)
+        return gradients_found, (counts.fp8 + counts.high_precision) * layers / forward_gemms
 
-    every, of_all = gradients([x, *parameters])
-    of_x, for_x = gradients([x])
-    of_weights, for_weights = gradients(parameters[-1:] if layers > 1 else parameters)
-    assert of_all == 2 * layers
-    assert for_x == layers  # dgrads alone
-    # The last layer's wgrad alone; a norm's parameters need its output's gradient.
-    assert for_weights == (2 if kind == "LayerNormLinear" else 1)
-    wanted = [every[0], *every[len(every) - len(of_weights) :]]
-    torch.testing.assert_close((*of_x, *of_weights), wanted, rtol=0, atol=0)
+    all_gradients, gemms_for_all = gradients([x, *parameters])
+    x_gradient, gemms_for_x = gradients([x])
+    weight_gradients, gemms_for_weights = gradients(parameters[-1:] if layers > 1 else parameters)
+    assert gemms_for_all == 2 * layers
+    assert gemms_for_x == layers  # only dgrads
+    # Only the wgrad of the last layer; the parameters of a norm also need its output's gradient.
+    assert gemms_for_weights == (2 if kind == "LayerNormLinear" else 1)
+    expected = [all_gradients[0], *all_gradients[len(all_gradients) - len(weight_gradients) :]]
+    torch.testing.assert_close((*x_gradient, *weight_gradients), expected, rtol=0, atol=0)
 
 
-def test_a_backward_for_the_input_leaves_main_grad_alone():
+def test_backward_for_the_input_only_leaves_main_grad_unchanged():
     layer = float8lab.Linear(64, 48, bias=False, fuse_wgrad_accumulation=True, device="cpu")
     layer.weight.main_grad = torch.zeros(48, 64)
     x = torch.randn(32, 64, requires_grad=True)
@@ -203,8 +210,8 @@ BOTH, DX, DW, NONE = (True, True), (True, False), (False, True), (False, False)
         ("high", NONE, "is_prologue recomputes", "NOTHING", "NOTHING", True),
     ],
 )
-def test_save_policy(plan, needs, options, x, w, weight):
-    """Which form of each operand is saved: by the plan, the gradients and who computes x."""
+def test_save_policy_chooses_the_saved_form_of_each_operand(plan, needs, options, x, w, weight):
+    """The plan, the needed gradients and the source of x decide which form of x and w is saved."""
     options = dict.fromkeys(options.split(), True)
     policy = save_policy({**PLANS, "high": HIGH}[plan], needs, **{"is_prologue": False, **options})
     assert policy == SavePolicy(Keep[x], Keep[w], weight)
@@ -212,8 +219,8 @@ def test_save_policy(plan, needs, options, x, w, weight):
 
 @pytest.mark.parametrize("is_prologue", [False, True])
 @pytest.mark.parametrize("keeps_gathered", [False, True])
-def test_fprop_keeps_what_it_gathers_for_wgrad(is_prologue, keeps_gathered):
-    """Where copies overlap with the GEMM, fprop gives up what it gathered unless it is told."""
+def test_fprop_keeps_the_gathered_input_for_wgrad_only_if_told(is_prologue, keeps_gathered):
+    """Where copies overlap with the GEMM, fprop frees the gathered input unless told to keep it."""
     flags = False, is_prologue, False, False, keeps_gathered, False
     _, casts, _ = _decide(RECIPES["current"], BOTH, *flags)
     assert casts.keeps_gathered is keeps_gathered

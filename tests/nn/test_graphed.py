@@ -1,6 +1,6 @@
-"""``graphed`` without a GPU: what is recorded, what replays, and that results are eager mode's.
+"""``graphed`` without a GPU: which calls are recorded or replayed, and that results equal eager's.
 
-In place of a CUDA graph stands a function that runs again and writes where it wrote first.
+A fake replaces the CUDA graph: it repeats a function and copies the results into the first ones.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ RECIPES = {
 }
 
 
-class Again:
-    """Runs a function again, and has its first results hold the new ones."""
+class FakeGraph:
+    """Repeats a function, and copies the new results into the tensors of the first results."""
 
     replays = 0
 
@@ -37,7 +37,7 @@ class Again:
         self.results = run()
 
     def replay(self):
-        Again.replays += 1
+        FakeGraph.replays += 1
         with torch.set_grad_enabled(self.gradients):
             new = self.run()
         for old, value in zip(tree_leaves(self.results), tree_leaves(new), strict=True):
@@ -47,11 +47,11 @@ class Again:
 
 @pytest.fixture
 def recorder(monkeypatch):
-    """Has tensors on the CPU recorded; counts recordings and replays."""
+    """Lets ``graphed`` record calls with CPU tensors, and counts the replays."""
 
     def capture(run, pool, stream):
         assert isinstance(STATE.region, recorded.Trial)
-        graph = Again(run)
+        graph = FakeGraph(run)
         return graph.replay, graph.results
 
     def warm_up(units, count, allow_unused, exact, *, waits=True):
@@ -64,8 +64,8 @@ def recorder(monkeypatch):
     monkeypatch.setattr(graphs, "_stream", lambda x: 0)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    Again.replays = 0
-    return Again
+    FakeGraph.replays = 0
+    return FakeGraph
 
 
 def make(recipe=None):
@@ -83,8 +83,8 @@ def train(model, x, **kwargs):
     return [y.detach(), x.grad, *[p.grad for p in model.parameters() if p.grad is not None]]
 
 
-def equal(got, wanted):
-    return len(got) == len(wanted) and all(map(torch.equal, got, wanted))
+def all_equal(actual, expected):
+    return len(actual) == len(expected) and all(map(torch.equal, actual, expected))
 
 
 def state(model):
@@ -96,54 +96,56 @@ def state(model):
     ]
 
 
-def pair(recipe=None):
+def graphed_and_eager(recipe=None):
     eager = make(recipe)
     model = copy.deepcopy(eager)
     assert float8lab.graphed(model) is model
     return model, eager
 
 
-def test_without_a_gpu_everything_is_eager():
-    model, eager = pair(RECIPES["current"])
+def test_every_call_without_a_gpu_runs_eagerly():
+    model, eager = graphed_and_eager(RECIPES["current"])
     for step in range(4):
         x = torch.randn(8, 32) * (1 + step)
-        assert equal(train(model, x), train(eager, x))
+        assert all_equal(train(model, x), train(eager, x))
     call = vars(model)["forward"]
     assert not call.recorded
     assert not call.seen
 
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES.values()], ids=["none", *RECIPES])
-def test_training_is_that_of_eager_mode(recorder, recipe):
-    model, eager = pair(recipe)
+def test_graphed_training_equals_eager(recorder, recipe):
+    model, eager = graphed_and_eager(recipe)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, eager)]
     for step in range(6):
         x = torch.randn(8, 32) * (1 + step)
-        assert equal(train(model, x), train(eager, x))
+        assert all_equal(train(model, x), train(eager, x))
         for optimizer in optimizers:
             optimizer.step()
-        assert equal(list(model.parameters()), list(eager.parameters()))
-        assert equal(state(model), state(eager))
-    # All steps but the first, and the one in which a converted model is looked at.
+        assert all_equal(list(model.parameters()), list(eager.parameters()))
+        assert all_equal(state(model), state(eager))
+    # Every step replays except the first, and the one in which a converted model is inspected.
     assert recorder.replays == 2 * (5 if recipe is None else 4)
 
 
-def test_what_a_call_gave_is_not_overwritten(recorder):
-    model, eager = pair()
+def test_results_of_earlier_calls_are_not_overwritten(recorder):
+    model, eager = graphed_and_eager()
     xs = [torch.randn(8, 32, requires_grad=True) for _ in range(5)]
-    assert all(map(equal, [train(model, x) for x in xs], [train(eager, x) for x in xs]))
+    assert all(map(all_equal, [train(model, x) for x in xs], [train(eager, x) for x in xs]))
     for m in (model, eager):
         m.zero_grad()
         for x in xs:  # gradients accumulate
             m(x).square().sum().backward()
     assert recorder.replays > 8
-    assert equal([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
-    given = [torch.autograd.grad(m(x).sum(), m.parameters()) for m in (model, eager) for x in xs]
-    assert all(map(equal, given[:5], given[5:]))
+    assert all_equal([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
+    gradients = [
+        torch.autograd.grad(m(x).sum(), m.parameters()) for m in (model, eager) for x in xs
+    ]
+    assert all(map(all_equal, gradients[:5], gradients[5:]))
 
 
-def test_two_calls_before_their_backwards(recorder):
-    model, eager = pair(RECIPES["current"])
+def test_only_the_first_of_several_forwards_before_their_backwards_replays(recorder):
+    model, eager = graphed_and_eager(RECIPES["current"])
     for m in (model, eager):
         train(m, torch.ones(8, 32)), train(m, torch.ones(8, 32))
         m.zero_grad()
@@ -154,32 +156,32 @@ def test_two_calls_before_their_backwards(recorder):
         for loss in losses:
             loss.backward()
         if m is model:
-            assert recorder.replays - before == 2  # the first call's alone
-    assert equal([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
-    # A forward whose result is dropped has no backward to wait for.
+            assert recorder.replays - before == 2  # only the first call replays
+    assert all_equal([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
+    # A forward whose result is dropped needs no backward before the next replay.
     model(xs[0])
     before = recorder.replays
     model(xs[0])
     assert recorder.replays == before + 1
 
 
-def test_a_retained_graph(recorder):
-    model, eager = pair()
+def test_a_call_with_retain_graph_equals_eager(recorder):
+    model, eager = graphed_and_eager()
     x = torch.randn(8, 32, requires_grad=True)
     for m in (model, eager):
         train(m, x), train(m, x)
         m.zero_grad()
         loss = m(x).square().sum()
         loss.backward(retain_graph=True)
-        m(2 * x).square().sum().backward()  # eager, for the first may be asked again
+        m(2 * x).square().sum().backward()  # eager: the first backward may be repeated
         loss.backward()
         with pytest.raises(RuntimeError, match="a second time"):
             loss.backward()
-    assert equal([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
+    assert all_equal([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
 
 
-def test_a_parameter_changed_between_forward_and_backward(recorder):
-    model, _ = pair()
+def test_a_parameter_that_changes_between_forward_and_backward_raises(recorder):
+    model, _ = graphed_and_eager()
     x = torch.randn(8, 32, requires_grad=True)
     train(model, x), train(model, x)
     loss = model(x).sum()
@@ -187,14 +189,14 @@ def test_a_parameter_changed_between_forward_and_backward(recorder):
         model[0].weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    del loss  # or the next call would run eagerly, not to overwrite what it needs
+    del loss  # otherwise the next call would run eagerly, to keep the tensors of this backward
     loss = model(x).sum()
     model[0].weight.data = model[0].weight.data.clone()
     with pytest.raises(RuntimeError, match="parameters of a module with CUDA graphs must stay"):
         loss.backward()
 
 
-def halved(model):
+def replace_last_layer(model):
     model[2] = nn.Linear(48, 32)
     torch.nn.init.constant_(model[2].weight, 0.5)
 
@@ -210,7 +212,7 @@ CHANGES = {
     ),
     "dtype": lambda model: model.double().float(),
     "frozen": lambda model: model[0].weight.requires_grad_(False),
-    "submodule": lambda model: halved(model),
+    "submodule": lambda model: replace_last_layer(model),
     "added": lambda model: model.append(nn.Tanh()),
     "converted": lambda model: float8lab.convert_to_float8(model, RECIPES["current"]),
     "hook": lambda model: model[0].register_forward_hook(lambda *given: given[2] + 1),
@@ -223,29 +225,29 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_module_that_changes(recorder, change):
-    model, eager = pair()
+def test_a_module_that_changes_after_recording_equals_eager(recorder, change):
+    model, eager = graphed_and_eager()
     x = torch.randn(8, 32)
     for _ in range(3):
-        assert equal(train(model, x), train(eager, x))
+        assert all_equal(train(model, x), train(eager, x))
     for m in (model, eager):
         torch.manual_seed(1)
         change(m)
     for _ in range(4):
-        assert equal(train(model, x), train(eager, x))
+        assert all_equal(train(model, x), train(eager, x))
 
 
-def test_parts_that_always_change_are_given_up(recorder):
-    model, eager = pair()
+def test_a_module_that_changes_in_every_step_is_no_longer_recorded(recorder):
+    model, eager = graphed_and_eager()
     x = torch.randn(8, 32)
     for step in range(30):
         for m in (model, eager):
             m[1].approximate_by = torch.tensor(step)
-        assert equal(train(model, x), train(eager, x))
+        assert all_equal(train(model, x), train(eager, x))
     assert vars(model)["forward"].limit == 0
 
 
-class Mixed(nn.Module):
+class MixedArguments(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(8, 8)
@@ -257,8 +259,8 @@ class Mixed(nn.Module):
         return {"y": y, "count": len(others), "name": name, "flag": flag}
 
 
-def test_arguments_and_outputs(recorder):
-    eager = Mixed()
+def test_calls_with_different_arguments_equal_eager_and_get_separate_graphs(recorder):
+    eager = MixedArguments()
     model = float8lab.graphed(copy.deepcopy(eager), max_graphs=8)
     a, b = torch.randn(4, 8), torch.randn(4, 8)
     calls = [
@@ -269,15 +271,15 @@ def test_arguments_and_outputs(recorder):
         lambda m: m(a, object.__new__(Factor)),
     ]  # fmt: skip
     for call in calls * 4:
-        got, wanted = call(model), call(eager)
-        assert torch.equal(got.pop("y"), wanted.pop("y"))
-        assert got == wanted
+        actual, expected = call(model), call(eager)
+        assert torch.equal(actual.pop("y"), expected.pop("y"))
+        assert actual == expected
     assert len(vars(model)["forward"].recorded) == 8
     assert recorder.replays
 
 
 class Factor:
-    """No number, and not to be recorded."""
+    """An argument that is no number and cannot be recorded."""
 
     def __rmul__(self, x):
         return x * 3
@@ -292,8 +294,8 @@ def test_the_number_of_graphs_is_limited(recorder):
     assert len(vars(model)["forward"].recorded) == 2
 
 
-def test_evaluation(recorder):
-    model, eager = pair(RECIPES["delayed"])
+def test_evaluation_replays_and_equals_eager(recorder):
+    model, eager = graphed_and_eager(RECIPES["delayed"])
     xs = [torch.randn(8, 32) for _ in range(4)]
     for m in (model, eager):
         train(m, xs[0])
@@ -301,10 +303,10 @@ def test_evaluation(recorder):
     for context in (torch.no_grad, torch.inference_mode, contextlib.nullcontext):
         before = recorder.replays
         with context():
-            got = [[model(x) for x in xs], [eager(x) for x in xs]]
+            results = [[model(x) for x in xs], [eager(x) for x in xs]]
         assert recorder.replays > before
-        assert equal(*got)
-    assert equal(train(model, xs[1]), train(eager, xs[1]))
+        assert all_equal(*results)
+    assert all_equal(train(model, xs[1]), train(eager, xs[1]))
     model.train(), eager.train()
     before = recorder.replays
     with torch.no_grad():  # as a reentrant checkpoint runs its forward
@@ -325,8 +327,8 @@ OBSERVERS = {
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("observer", OBSERVERS.values(), ids=OBSERVERS)
-def test_whoever_looks_sees_an_eager_call(recorder, observer):
-    model, eager = pair(RECIPES["current"])
+def test_an_observed_call_runs_eagerly(recorder, observer):
+    model, eager = graphed_and_eager(RECIPES["current"])
     x = torch.randn(8, 32, requires_grad=True)
     for m in (model, eager):
         train(m, x), train(m, x)
@@ -336,53 +338,53 @@ def test_whoever_looks_sees_an_eager_call(recorder, observer):
         with observer(m):
             results.append(train(m, x))
     assert recorder.replays == before
-    assert equal(*results)
+    assert all_equal(*results)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_checkpoints(recorder, reentrant, recipe):
-    model, eager = pair(recipe)
+def test_checkpointed_graphed_modules_equal_eager(recorder, reentrant, recipe):
+    model, eager = graphed_and_eager(recipe)
     x = torch.randn(8, 32)
     for m in (model, eager):
         train(m, x), train(m, x), train(m, x)
     for step in range(3):
         x = torch.randn(8, 32) * (1 + step)
-        got = [train(Checkpointed(m, reentrant), x) for m in (model, eager)]
-        assert equal(*got)
-        assert equal(state(model), state(eager))
+        results = [train(Checkpointed(m, reentrant), x) for m in (model, eager)]
+        assert all_equal(*results)
+        assert all_equal(state(model), state(eager))
 
 
-def test_parameters_with_hooks_frozen_and_unused_ones(recorder):
-    model, eager = pair()
-    seen = ([], [])
-    for m, grads in zip((model, eager), seen, strict=True):
+def test_hooked_frozen_and_unused_parameters_behave_as_in_eager_mode(recorder):
+    model, eager = graphed_and_eager()
+    accumulated = ([], [])
+    for m, grads in zip((model, eager), accumulated, strict=True):
         m[0].register_parameter("unused", nn.Parameter(torch.ones(3)))
         m[0].weight.register_hook(lambda g: 2 * g)
-        m[0].bias.register_post_accumulate_grad_hook(lambda p, to=grads: to.append(p.grad))
+        m[0].bias.register_post_accumulate_grad_hook(lambda p, out=grads: out.append(p.grad))
         m[2].requires_grad_(False)
     x = torch.randn(8, 32)
     for _ in range(3):
-        assert equal(train(model, x), train(eager, x))
+        assert all_equal(train(model, x), train(eager, x))
     assert recorder.replays
     assert model[0].unused.grad is None
-    assert equal(*seen)
-    assert len(seen[0]) == 3
+    assert all_equal(*accumulated)
+    assert len(accumulated[0]) == 3
 
 
-def test_torch_func(recorder):
-    model, eager = pair()
+def test_torch_func_transforms_of_a_graphed_module_equal_eager(recorder):
+    model, eager = graphed_and_eager()
     x = torch.randn(8, 32, requires_grad=True)
     train(model, x), train(model, x)
-    for transform, given in ((torch.func.vmap, x), (torch.func.jacrev, x[0])):
-        assert torch.equal(transform(model)(given), transform(eager)(given))
-    other = {name: 2 * p.detach() for name, p in model.named_parameters()}
-    got, wanted = (torch.func.functional_call(m, other, (x,)) for m in (model, eager))
-    assert torch.equal(got, wanted)
+    for transform, argument in ((torch.func.vmap, x), (torch.func.jacrev, x[0])):
+        assert torch.equal(transform(model)(argument), transform(eager)(argument))
+    new_parameters = {name: 2 * p.detach() for name, p in model.named_parameters()}
+    actual, expected = (torch.func.functional_call(m, new_parameters, (x,)) for m in (model, eager))
+    assert torch.equal(actual, expected)
 
 
-def test_torch_compile(recorder):
-    model, eager = pair(RECIPES["current"])
+def test_a_compiled_graphed_module_equals_eager_without_replays(recorder):
+    model, eager = graphed_and_eager(RECIPES["current"])
     x = torch.randn(8, 32, requires_grad=True)
     train(model, x), train(model, x)
     before = recorder.replays
@@ -393,24 +395,24 @@ def test_torch_compile(recorder):
 
 
 class Bad(nn.Module):
-    def __init__(self, how):
+    def __init__(self, defect):
         super().__init__()
-        self.layer, self.how = nn.Linear(8, 8), how
+        self.layer, self.defect = nn.Linear(8, 8), defect
         self.elsewhere = [self.layer.weight]
 
     def forward(self, x):
-        if self.how == "writes":
+        if self.defect == "writes":
             x.add_(1)
-        if self.how == "elsewhere":
+        if self.defect == "elsewhere":
             return F.linear(x, self.elsewhere[0])
         y = self.layer(x)
-        if self.how == "two":
+        if self.defect == "two":
             return y + y.detach() * 2, y * 2
-        return (y, object()) if self.how == "object" else y
+        return (y, object()) if self.defect == "object" else y
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"),
+    ("defect", "reason"),
     [
         ("writes", "it writes into its arguments"),
         ("two", "several of its outputs have a gradient"),
@@ -418,8 +420,8 @@ class Bad(nn.Module):
         ("elsewhere", "it has parameters elsewhere than under their names"),
     ],
 )
-def test_what_cannot_be_recorded_says_why_and_runs_eagerly(recorder, how, reason):
-    eager = Bad(how)
+def test_an_unrecordable_module_warns_with_the_reason_and_runs_eagerly(recorder, defect, reason):
+    eager = Bad(defect)
     model = float8lab.graphed(copy.deepcopy(eager))
     x = torch.randn(4, 8)
     model(x.clone())
@@ -428,15 +430,15 @@ def test_what_cannot_be_recorded_says_why_and_runs_eagerly(recorder, how, reason
     ):
         model(x.clone())
     xs = x.clone(), x.clone()
-    got, wanted = model(xs[0]), eager(xs[1])
-    assert equal(tree_leaves(got)[:1], tree_leaves(wanted)[:1])
+    actual, expected = model(xs[0]), eager(xs[1])
+    assert all_equal(tree_leaves(actual)[:1], tree_leaves(expected)[:1])
     assert torch.equal(*xs)
     assert not recorder.replays
 
 
 @pytest.mark.filterwarnings("ignore:Linear could not be.*casts of weights over microbatches")
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_weights_that_are_cast_once_for_several_calls(recorder, recipe):
+def test_weights_cached_over_microbatches_run_eagerly(recorder, recipe):
     eager = float8lab.Linear(32, 32, device="cpu")
     model = float8lab.graphed(copy.deepcopy(eager))
     for step in range(4):
@@ -448,28 +450,28 @@ def test_weights_that_are_cast_once_for_several_calls(recorder, recipe):
             for first in (True, False, False):
                 with float8lab.autocast(recipe=recipe):
                     results.append(train(layer, x, is_first_microbatch=first))
-        assert all(map(equal, results[:3], results[3:]))
+        assert all(map(all_equal, results[:3], results[3:]))
     assert not recorder.replays
 
 
-class First(nn.Module):
+class FirstOutput(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inner = nn.LSTM(8, 8)  # which also has its parameters in a list
+        self.inner = nn.LSTM(8, 8)  # an LSTM also holds its parameters in a list
 
     def forward(self, x):
         return self.inner(x)[0]
 
 
-def test_parameters_are_put_back(recorder):
-    eager = First()
+def test_recording_restores_the_parameters_of_the_module(recorder):
+    eager = FirstOutput()
     model = float8lab.graphed(copy.deepcopy(eager))
     parameters = [*model.parameters()]
     for p in parameters:
         p.note = "kept"
     x = torch.randn(2, 3, 8)
     for _ in range(3):
-        assert equal(train(model, x.clone()), train(eager, x.clone()))
+        assert all_equal(train(model, x.clone()), train(eager, x.clone()))
     assert recorder.replays
     for p, other, listed in zip(
         parameters, model.parameters(), model.inner._flat_weights, strict=True
@@ -478,7 +480,7 @@ def test_parameters_are_put_back(recorder):
         assert p.note == "kept"
 
 
-def test_recording_leaves_no_trace(recorder):
+def test_recording_leaves_buffers_and_random_state_unchanged(recorder):
     eager = nn.Sequential(nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 32))
     model = float8lab.graphed(copy.deepcopy(eager))
     for step in range(4):
@@ -487,12 +489,12 @@ def test_recording_leaves_no_trace(recorder):
         for m in (model, eager):
             torch.manual_seed(step)
             results.append([*train(m, x), torch.rand(3)])
-        assert equal(*results)
-        assert equal(list(model.buffers()), list(eager.buffers()))
+        assert all_equal(*results)
+        assert all_equal(list(model.buffers()), list(eager.buffers()))
     assert recorder.replays
 
 
-def test_autocast_regions(recorder):
+def test_graphed_layers_in_autocast_regions_equal_eager(recorder):
     recipe = RECIPES["delayed"]
     eager = nn.ModuleList(float8lab.Linear(32, 32, device="cpu") for _ in range(2))
     model = copy.deepcopy(eager)
@@ -509,12 +511,12 @@ def test_autocast_regions(recorder):
                     y = layer(y)
             y.square().sum().backward()
             results.append([y, *[p.grad for p in layers.parameters()], *state(layers)])
-        assert equal(*results)
+        assert all_equal(*results)
     assert recorder.replays == 4 * 4
 
 
-def test_copies_pickles_and_signatures(recorder):
-    model, eager = pair(RECIPES["current"])
+def test_copies_and_pickles_record_separately_and_keep_the_signature(recorder):
+    model, eager = graphed_and_eager(RECIPES["current"])
     x = torch.randn(8, 32)
     train(model, x), train(model, x)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -527,13 +529,13 @@ def test_copies_pickles_and_signatures(recorder):
         with torch.no_grad():
             other[0].weight.mul_(2)
         for _ in range(3):
-            assert equal(train(twin, x), train(other, x))
+            assert all_equal(train(twin, x), train(other, x))
         assert call.recorded
     assert inspect.signature(model.forward) == inspect.signature(eager.forward)
     assert model.state_dict().keys() == eager.state_dict().keys()
 
 
-def test_enabled_false_gives_the_forward_back(recorder):
+def test_enabled_false_restores_the_forward(recorder):
     layer = nn.Linear(8, 8)
     before = dict(vars(layer))
     for _ in range(2):
@@ -555,12 +557,12 @@ def test_enabled_false_gives_the_forward_back(recorder):
     assert recorder.replays == before_replays
 
 
-def test_a_graphed_module_in_a_graphed_module(recorder):
-    model, eager = pair()
+def test_nested_graphed_modules_record_once_and_equal_eager(recorder):
+    model, eager = graphed_and_eager()
     float8lab.graphed(model[0])
     x = torch.randn(8, 32)
     for _ in range(4):
-        assert equal(train(model, x), train(eager, x))
+        assert all_equal(train(model, x), train(eager, x))
     assert len(vars(model)["forward"].recorded) == 1
 
 
@@ -576,7 +578,7 @@ MODULES = {
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
-def test_modules(recorder, make, recipe):
+def test_graphed_modules_of_the_package_equal_eager(recorder, make, recipe):
     eager = make()
     model = float8lab.graphed(copy.deepcopy(eager))
     for step in range(4):
@@ -584,24 +586,24 @@ def test_modules(recorder, make, recipe):
         with float8lab.autocast(recipe=recipe):
             results = train(model, x)
         with float8lab.autocast(recipe=recipe):
-            assert equal(results, train(eager, x))
+            assert all_equal(results, train(eager, x))
     assert len(vars(model)["forward"].recorded) == 1
 
 
-def test_weights_stored_in_fp8(recorder):
+def test_graphed_weights_stored_in_fp8_equal_eager_after_a_replacement(recorder):
     recipe = RECIPES["current"]
     with float8lab.fp8_model_init(recipe=recipe):
         eager = nn.Sequential(*[float8lab.Linear(32, 32, device="cpu") for _ in range(2)])
     model = float8lab.graphed(copy.deepcopy(eager))
     for _ in range(4):
         x = torch.randn(8, 32)
-        assert equal(train(model, x), train(eager, x))
+        assert all_equal(train(model, x), train(eager, x))
     assert recorder.replays
     for m in (model, eager):
         qdata = m[0].weight.qdata
         m[0].weight.qdata = qdata.view(torch.uint8).bitwise_xor(128).view(qdata.dtype)
     for _ in range(4):
-        assert equal(train(model, x), train(eager, x))
+        assert all_equal(train(model, x), train(eager, x))
 
 
 def test_callables_recorded_without_gradients_run_eagerly_with_them(recorder, monkeypatch):
@@ -620,7 +622,7 @@ def test_callables_recorded_without_gradients_run_eagerly_with_them(recorder, mo
     assert "forward" not in vars(layer)
 
 
-def test_samples_of_callables_are_left_alone(recorder, monkeypatch):
+def test_sample_arguments_of_graphed_callables_stay_unchanged(recorder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     eager = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -629,6 +631,6 @@ def test_samples_of_callables_are_left_alone(recorder, monkeypatch):
     float8lab.make_graphed_callables(tuple(layers), ((sample,), (sample,)))
     for _ in range(3):
         x = torch.randn(2, 8)
-        assert equal(train(layers, x), train(eager, x))
+        assert all_equal(train(layers, x), train(eager, x))
     assert recorder.replays == 3 * 2 * 2
     assert torch.equal(sample, torch.ones(2, 8))

@@ -1,4 +1,4 @@
-"""GroupedLinear: each expert as a Linear of its own, in every recipe and mode."""
+"""GroupedLinear computes each expert as a separate Linear does, in every recipe and mode."""
 
 import copy
 import itertools
@@ -48,14 +48,14 @@ def experts(**arguments) -> float8lab.GroupedLinear:
     return layer
 
 
-def rows(columns: int, beyond: int = 0) -> Tensor:
+def rows(columns: int, padding: int = 0) -> Tensor:
     torch.manual_seed(2)
     x = torch.randn(M, columns) * torch.logspace(-1, 1, columns)
-    return torch.cat((x, torch.full((beyond, columns), torch.nan)))
+    return torch.cat((x, torch.full((padding, columns), torch.nan)))
 
 
 def step(layer, x: Tensor, dy: Tensor, recipe=None, splits=SIZES, **arguments):
-    """Output, gradient of the input, and of the parameters in turn."""
+    """The output, the gradient of the input, and the gradients of the parameters."""
     layer.zero_grad()
     x = x.clone().requires_grad_()
     with float8lab.autocast(recipe is not None, recipe=recipe):
@@ -64,8 +64,8 @@ def step(layer, x: Tensor, dy: Tensor, recipe=None, splits=SIZES, **arguments):
     return y.detach(), x.grad, *[p.grad.clone() for p in layer.parameters()]
 
 
-def truth(layer, x: Tensor, dy: Tensor) -> list[Tensor]:
-    """The same in float64, expert by expert."""
+def float64_step(layer, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """The output and the gradients in float64, computed expert by expert."""
     x = x.double().requires_grad_()
     parameters = [p.detach().double().requires_grad_() for p in layer.parameters()]
     weights, biases = parameters[::2], parameters[1::2]
@@ -75,152 +75,152 @@ def truth(layer, x: Tensor, dy: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad[:M], *[p.grad for p in parameters]]
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    return float((got.detach().double() - want).norm())
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.detach().double() - expected).norm())
 
 
 @each_recipe
-def test_every_expert_is_as_close_as_a_linear_layer(recipe):
-    """To float64; rows that belong to nobody hold NaN, and give zeros."""
+def test_errors_of_every_expert_are_those_of_a_linear_layer(recipe):
+    """The errors are those against float64; padding rows hold NaN, and their results are zeros."""
     layer = experts()
-    x, dy = rows(K, beyond=6), rows(N, beyond=6)
-    for _ in range(2):  # then delayed scales are those of the first
-        got = step(layer, x, dy, recipe)
-    assert not got[0][M:].any()
-    assert not got[1][M:].any()
-    want = truth(layer, x[:M], dy)
-    ends = list(itertools.accumulate(SIZES))
-    for e, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-        alone = float8lab.Linear(K, N, device="cpu")
+    x, dy = rows(K, padding=6), rows(N, padding=6)
+    for _ in range(2):  # the delayed scales of the second step come from the first
+        actual = step(layer, x, dy, recipe)
+    assert not actual[0][M:].any()
+    assert not actual[1][M:].any()
+    expected = float64_step(layer, x[:M], dy)
+    offsets = list(itertools.accumulate(SIZES))
+    for e, (start, end) in enumerate(zip([0, *offsets[:-1]], offsets, strict=True)):
+        linear = float8lab.Linear(K, N, device="cpu")
         with torch.no_grad():
-            alone.weight.copy_(getattr(layer, f"weight{e}"))
-            alone.bias.copy_(getattr(layer, f"bias{e}"))
-        own_dy = dy[start:end]
+            linear.weight.copy_(getattr(layer, f"weight{e}"))
+            linear.bias.copy_(getattr(layer, f"bias{e}"))
+        expert_dy = dy[start:end]
         inp = x[start:end].clone().requires_grad_()
         for _ in range(2):
-            alone.zero_grad()
+            linear.zero_grad()
             inp.grad = None
             with float8lab.autocast(recipe=recipe):
-                y = alone(inp)
-            y.backward(own_dy)
+                y = linear(inp)
+            y.backward(expert_dy)
         part = slice(start, end)
         pairs = [
-            (got[0][part], y, want[0][part]),
-            (got[1][part], inp.grad, want[1][part]),
-            (got[2 + 2 * e], alone.weight.grad, want[2 + 2 * e]),
-            (got[3 + 2 * e], alone.bias.grad, want[3 + 2 * e]),
+            (actual[0][part], y, expected[0][part]),
+            (actual[1][part], inp.grad, expected[1][part]),
+            (actual[2 + 2 * e], linear.weight.grad, expected[2 + 2 * e]),
+            (actual[3 + 2 * e], linear.bias.grad, expected[3 + 2 * e]),
         ]
-        for mine, others, exact in pairs:
+        for result, linear_result, exact in pairs:
             rounding = torch.finfo(torch.float32).eps * M * float(exact.norm())
-            assert error(mine, exact) <= 1.5 * error(others, exact) + rounding
+            assert error(result, exact) <= 1.5 * error(linear_result, exact) + rounding
 
 
 @each_recipe
-def test_one_expert_is_a_linear_layer(recipe):
-    one, alone = (
+def test_a_single_expert_equals_a_linear_layer(recipe):
+    layer, linear = (
         float8lab.GroupedLinear(1, K, N, device="cpu"),
         float8lab.Linear(K, N, device="cpu"),
     )
     with torch.no_grad():
-        alone.weight.copy_(one.weight0)
-        alone.bias.copy_(one.bias0.normal_())
+        linear.weight.copy_(layer.weight0)
+        linear.bias.copy_(layer.bias0.normal_())
     dy = rows(N)
-    for _ in range(2):  # then delayed scales are those of the first
-        results = [step(one, rows(K), dy, recipe, [M])]
-        alone.zero_grad()
+    for _ in range(2):  # the delayed scales of the second step come from the first
+        results = [step(layer, rows(K), dy, recipe, [M])]
+        linear.zero_grad()
         x = rows(K).requires_grad_()
         with float8lab.autocast(recipe=recipe):
-            y = alone(x)
+            y = linear(x)
         y.backward(dy)
-        results.append((y.detach(), x.grad, alone.weight.grad, alone.bias.grad))
+        results.append((y.detach(), x.grad, linear.weight.grad, linear.bias.grad))
         torch.testing.assert_close(*results)
 
 
 @each_recipe
-def test_under_torch_autocast(recipe):
-    """The same bytes are multiplied, and rounded to its dtype at the end."""
+def test_torch_autocast_only_rounds_the_output(recipe):
+    """The GEMMs have the same operands as without torch's autocast; only the result is rounded."""
     layer, x, dy = experts(), rows(K), rows(N)
-    want, *_ = step(copy.deepcopy(layer), x, dy, recipe)
+    expected, *_ = step(copy.deepcopy(layer), x, dy, recipe)
     with torch.autocast("cpu", torch.bfloat16):
         y, dx, *_ = step(layer, x, dy.bfloat16(), recipe)
     assert y.dtype == torch.bfloat16
     if recipe.linear.fprop:
-        assert torch.equal(y, want.bfloat16())
+        assert torch.equal(y, expected.bfloat16())
     assert dx.dtype == x.dtype
 
 
 @pytest.mark.parametrize("recipe", [None, RECIPES["delayed"]], ids=["outside autocast", "delayed"])
 def test_float64_is_exact_and_leaves_no_state(recipe):
     layer, x, dy = experts(params_dtype=torch.float64), rows(K), rows(N)
-    got = step(layer, x.double(), dy.double(), recipe)
-    torch.testing.assert_close(got, truth(layer, x, dy))
+    actual = step(layer, x.double(), dy.double(), recipe)
+    torch.testing.assert_close(actual, float64_step(layer, x, dy))
     with float8lab.autocast(recipe is not None, recipe=recipe):
         layer(x, SIZES)  # of float32
     assert layer._fp8.slots == {}
 
 
 @pytest.mark.parametrize("recipe", [None, RECIPES["delayed"], RECIPES["block"]], ids=str)
-def test_ways_to_say_the_same(recipe):
-    """Splits as a list or a tensor; parameters of each expert or of all; buffers; dimensions."""
+def test_equivalent_forms_of_splits_parameters_and_input_give_equal_results(recipe):
+    """Splits may be a list or a tensor, parameters single or per expert, x three-dimensional."""
     layer, x, dy = experts(), rows(K), rows(N)
-    want = step(layer, x, dy, recipe)
-    whole = experts(single_grouped_weight=True, single_grouped_bias=True)
-    whole.load_state_dict(layer.state_dict())
+    expected = step(layer, x, dy, recipe)
+    single = experts(single_grouped_weight=True, single_grouped_bias=True)
+    single.load_state_dict(layer.state_dict())
     out, dgrad = torch.empty(M, N), torch.empty(M, K)
     as_tensor = torch.tensor(SIZES, dtype=torch.int32)
-    others = [
+    results = [
         step(copy.deepcopy(layer), x, dy, recipe, as_tensor.long()),
         step(experts(), x, dy, recipe, as_tensor, out=out, dgrad_out=dgrad),
         step(layer, x[None], dy[None], recipe),
     ]
-    for got in others:
-        for mine, other in zip(got, want, strict=True):
-            assert torch.equal(mine.squeeze(0), other)
-    y, dx, dw, db = step(whole, x, dy, recipe)
-    assert torch.equal(y, want[0])
+    for actual in results:
+        for tensor, expected_tensor in zip(actual, expected, strict=True):
+            assert torch.equal(tensor.squeeze(0), expected_tensor)
+    y, dx, dw, db = step(single, x, dy, recipe)
+    assert torch.equal(y, expected[0])
     assert torch.equal(out, y)
-    assert torch.equal(dx, want[1])
+    assert torch.equal(dx, expected[1])
     assert torch.equal(dgrad, dx)
-    assert torch.equal(dw, torch.stack(want[2::2]))
-    assert torch.equal(db, torch.stack(want[3::2]))
-    again = experts()
-    again.load_state_dict(whole.state_dict())
-    assert torch.equal(again.weight3, layer.weight3)
+    assert torch.equal(dw, torch.stack(expected[2::2]))
+    assert torch.equal(db, torch.stack(expected[3::2]))
+    loaded = experts()
+    loaded.load_state_dict(single.state_dict())
+    assert torch.equal(loaded.weight3, layer.weight3)
 
 
-def test_return_bias_leaves_the_bias_out():
+def test_return_bias_returns_the_biases_without_adding_them():
     layer = experts(return_bias=True)
     y, biases = layer(rows(K), SIZES)
-    added = torch.repeat_interleave(torch.stack(biases), torch.tensor(SIZES), 0)
+    added_bias = torch.repeat_interleave(torch.stack(biases), torch.tensor(SIZES), 0)
     layer.return_bias = False
-    torch.testing.assert_close(y + added, layer(rows(K), SIZES))
+    torch.testing.assert_close(y + added_bias, layer(rows(K), SIZES))
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+@pytest.mark.parametrize("separate", [False, True], ids=["one-buffer", "separate-buffers"])
 @pytest.mark.parametrize("recipe", [None, RECIPES["row"]], ids=["high", "row"])
-def test_gradients_of_some_experts_leave_the_others_alone(recipe, apart):
+def test_backward_for_some_experts_leaves_main_grad_of_the_others_unchanged(recipe, separate):
     layer, x, dy = experts(), rows(K), rows(N)
-    want = step(layer, x, dy, recipe)
+    expected = step(layer, x, dy, recipe)
     layer.fuse_wgrad_accumulation = True
     weights = layer._expert_parameters()[0]
     for weight in weights:
-        weight.data = weight.data.clone() if apart else weight.data
+        weight.data = weight.data.clone() if separate else weight.data
         weight.main_grad = torch.ones_like(weight)
     layer.zero_grad()
-    seen = hooked_as_by_megatron(weights, zero_out=True)
+    hook_calls = hooked_as_by_megatron(weights, zero_out=True)
     with float8lab.autocast(recipe is not None, recipe=recipe):
         y = layer(x, SIZES)
     y.backward(dy, inputs=[layer.weight4, layer.weight2, layer.bias1])
     for index, weight in enumerate(weights):
-        added = want[2 + 2 * index] if index in (2, 4) else 0
-        torch.testing.assert_close(weight.main_grad, torch.ones(N, K) + added)
+        gradient = expected[2 + 2 * index] if index in (2, 4) else 0
+        torch.testing.assert_close(weight.main_grad, torch.ones(N, K) + gradient)
         assert weight.grad_added_to_main_grad == (index in (2, 4))
-    assert len(seen) == 2
-    torch.testing.assert_close(layer.bias1.grad, want[2 + 2 * 1 + 1])
+    assert len(hook_calls) == 2
+    torch.testing.assert_close(layer.bias1.grad, expected[2 + 2 * 1 + 1])
 
 
 def test_parameters_are_in_the_order_of_transformer_engine():
-    """States of optimizers are known by position."""
+    """The states of optimizers refer to parameters by position."""
     names = [f"{kind}{index}" for index in range(E) for kind in ("weight", "bias")]
     assert [name for name, _ in experts().named_parameters()] == names
     with float8lab.fp8_model_init(True):
@@ -232,9 +232,9 @@ def test_parameters_are_in_the_order_of_transformer_engine():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recipe", [None, RECIPES["current"], RECIPES["block"]], ids=str)
-def test_some_gradients_go_into_main_grad(recipe, dtype):
+def test_only_experts_with_a_main_grad_accumulate_into_it(recipe, dtype):
     layer, x, dy = experts(params_dtype=dtype), rows(K).to(dtype), rows(N).to(dtype)
-    want = step(layer, x, dy, recipe)
+    expected = step(layer, x, dy, recipe)
     layer.fuse_wgrad_accumulation = True
     layer.weight0.requires_grad_(False).main_grad = torch.ones(N, K)
     layer.weight1.main_grad = torch.ones(N, K)
@@ -244,28 +244,28 @@ def test_some_gradients_go_into_main_grad(recipe, dtype):
         with float8lab.autocast(recipe is not None, recipe=recipe):
             y = layer(inp, SIZES, is_first_microbatch=first)
         y.backward(dy)
-        assert torch.equal(y, want[0])
-        assert torch.equal(inp.grad, want[1])
+        assert torch.equal(y, expected[0])
+        assert torch.equal(inp.grad, expected[1])
         assert torch.equal(layer.weight0.main_grad, torch.ones(N, K))
-        torch.testing.assert_close((layer.weight1.main_grad - added).to(dtype), want[4])
+        torch.testing.assert_close((layer.weight1.main_grad - added).to(dtype), expected[4])
         assert layer.weight1.grad is None
-        torch.testing.assert_close(layer.weight2.grad, want[6])
+        torch.testing.assert_close(layer.weight2.grad, expected[6])
 
 
 @pytest.mark.parametrize(("name", "single"), [("current", False), ("block", True)])
-def test_stored_weights_compile_whole(name, single):
+def test_weights_stored_in_fp8_compile_without_graph_breaks(name, single):
     recipe = RECIPES[name]
     with float8lab.fp8_model_init(True, recipe):
         layer = experts(single_grouped_weight=single)
     x, dy, splits = rows(K), rows(N), torch.tensor(SIZES)
     compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager")
-    got, want = (step(one, x, dy, recipe, splits) for one in (compiled, layer))
-    torch.testing.assert_close(got, want)  # a weight that is cast again may lose a bit
+    actual, expected = (step(module, x, dy, recipe, splits) for module in (compiled, layer))
+    torch.testing.assert_close(actual, expected)  # requantizing a weight may lose a bit
 
 
 @pytest.mark.parametrize("single", [False, True], ids=["each", "single"])
 @pytest.mark.parametrize("recipe", [RECIPES["current"], RECIPES["block"]], ids=str)
-def test_weights_stored_in_fp8(recipe, single):
+def test_weights_stored_in_fp8_equal_their_dequantized_values(recipe, single):
     arguments = {"single_grouped_weight": single}
     with float8lab.fp8_model_init(True, recipe):
         layer = experts(**arguments)
@@ -278,89 +278,93 @@ def test_weights_stored_in_fp8(recipe, single):
             value = parameter.dequantize() if isinstance(parameter, Float8Tensor) else parameter
             plain.get_parameter(name).copy_(value)
     x, dy = rows(K), rows(N)
-    got, want = step(layer, x, dy, recipe), step(plain, x, dy, recipe)
-    torch.testing.assert_close(got, want)  # a weight that is cast again may lose a bit
+    actual, expected = step(layer, x, dy, recipe), step(plain, x, dy, recipe)
+    torch.testing.assert_close(actual, expected)  # requantizing a weight may lose a bit
     y = step(layer, x, dy)[0]
     torch.testing.assert_close(y, step(plain, x, dy)[0])
 
 
-def test_each_expert_has_delayed_scales():
-    recipe, layer, size = RECIPES["delayed"], experts(), 2.0 ** torch.arange(E)
+def test_each_expert_has_separate_delayed_scales():
+    recipe, layer, magnitudes = RECIPES["delayed"], experts(), 2.0 ** torch.arange(E)
     x, dy = torch.ones(M, K), torch.ones(M, N)
     with torch.no_grad():
         for index, weight in enumerate(layer._expert_parameters()[0]):
-            weight.fill_(size[index])
+            weight.fill_(magnitudes[index])
     for tensor in (x, dy):
-        tensor.mul_(size.repeat_interleave(torch.tensor(SIZES))[:, None])
+        tensor.mul_(magnitudes.repeat_interleave(torch.tensor(SIZES))[:, None])
     step(layer, x, dy, recipe)
     state = float8lab.nn.ScalingState(layer, recipe).state_dict()
     values = {key.rpartition("/")[2]: value.unflatten(-1, (3, E)) for key, value in state.items()}
     scale, seeded = values["scale"], values["seeded"]
     assert seeded.tolist() == [[False, *[True] * 4], [True] * E, [False, *[True] * 4]]
     assert torch.equal(torch.where(seeded, scale, scale[:, 1:2]).div(scale[:, 1:2])[:, 1:].mul(2),
-                       size[1:].expand(3, -1))  # fmt: skip
+                       magnitudes[1:].expand(3, -1))  # fmt: skip
     fresh = copy.deepcopy(layer)
     step(fresh, 4 * rows(K), rows(N), recipe)
     float8lab.nn.ScalingState(fresh, recipe).load_state_dict(state)
-    y, want = (step(one, rows(K), rows(N), recipe)[0] for one in (fresh, layer))
-    assert torch.equal(y, want)
+    y, expected = (step(module, rows(K), rows(N), recipe)[0] for module in (fresh, layer))
+    assert torch.equal(y, expected)
 
 
 def test_an_expert_without_tokens_keeps_its_scale():
-    """And has its first one from its own first tokens, in whatever step they come."""
+    """An expert's first tokens set its first scale, in whatever step they come."""
     recipe = recipes.DelayedScaling(amax_history_len=2)
     layer = experts(bias=False)
-    alone = [float8lab.Linear(K, N, bias=False, device="cpu") for _ in range(E)]
+    linears = [float8lab.Linear(K, N, bias=False, device="cpu") for _ in range(E)]
     with torch.no_grad():
-        for index, one in enumerate(alone):
-            one.weight.copy_(layer._expert_parameters()[0][index])
-    for turn, sizes in enumerate(([5, 0, 7, 0, 2], [0, 3, 0, 0, 9], [4, 0, 3, 0, 1], [1] * E)):
+        for index, linear in enumerate(linears):
+            linear.weight.copy_(layer._expert_parameters()[0][index])
+    for step_index, sizes in enumerate(
+        ([5, 0, 7, 0, 2], [0, 3, 0, 0, 9], [4, 0, 3, 0, 1], [1] * E)
+    ):
         x = torch.randn(sum(sizes), K) * 10.0 ** torch.randint(-3, 3, (sum(sizes), 1))
         dy = torch.randn(sum(sizes), N) * 10.0 ** torch.randint(-9, 3, (sum(sizes), 1))
-        if turn == 2:  # what an interrupted step has seen is forgotten
+        if step_index == 2:  # the amaxes of an interrupted step are dropped
             with pytest.raises(RuntimeError, match="shape"), float8lab.autocast(recipe=recipe):
                 layer(100 * torch.ones(E, K), [1] * E).view(-1, N + 1)
         y, dx, *dw = step(layer, x, dy, recipe, sizes)
-        parts = zip(alone, *(t.split(sizes) for t in (x, dy, y, dx)), dw, strict=True)
-        for one, inp, grad, mine, my_dx, my_dw in parts:
+        parts = zip(linears, *(t.split(sizes) for t in (x, dy, y, dx)), dw, strict=True)
+        for linear, inp, grad, expert_y, expert_dx, expert_dw in parts:
             if not len(inp):
-                assert not my_dw.any()
+                assert not expert_dw.any()
                 continue
             inp = inp.clone().requires_grad_()
             with float8lab.autocast(recipe=recipe):
-                want = one(inp)
-            want_dx, want_dw = torch.autograd.grad(want, (inp, one.weight), grad)
-            assert torch.equal(mine, want)
-            assert torch.equal(my_dx, want_dx)
-            torch.testing.assert_close(my_dw, want_dw)
+                expected = linear(inp)
+            expected_dx, expected_dw = torch.autograd.grad(expected, (inp, linear.weight), grad)
+            assert torch.equal(expert_y, expected)
+            assert torch.equal(expert_dx, expected_dx)
+            torch.testing.assert_close(expert_dw, expected_dw)
 
 
-def test_scaling_state_of_one_scale_for_all_experts_loads():
-    """As it was saved before each expert's rows had a scale: with that one repeated."""
+def test_an_older_scaling_state_with_one_scale_for_all_experts_loads():
+    """Older states have one scale for the rows of all experts; it is repeated for each expert."""
     recipe, layer, x, dy = RECIPES["delayed"], experts(), rows(K), rows(N)
     for _ in range(2):
         step(layer, x, dy, recipe)
     state = float8lab.nn.ScalingState(layer, recipe).state_dict()
-    each = [index for index in range(3 * E) if index == 4 or E <= index < 2 * E or index == 14]
-    before = {key: value[..., each] for key, value in state.items()}
-    assert all(value.shape[-1] == E + 2 for value in before.values())
+    kept_scales = [
+        index for index in range(3 * E) if index == 4 or E <= index < 2 * E or index == 14
+    ]
+    older_state = {key: value[..., kept_scales] for key, value in state.items()}
+    assert all(value.shape[-1] == E + 2 for value in older_state.values())
     loaded = float8lab.nn.ScalingState(experts(), recipe)
-    loaded.load_state_dict(before)
+    loaded.load_state_dict(older_state)
     repeated = [4] * E + [*range(E, 2 * E)] + [14] * E
     for key, value in loaded.state_dict().items():
         assert torch.equal(value, state[key][..., repeated])
     slots = layer._fp8.slots[recipe, None]
     pickled = slots.__getstate__()
-    pickled["tensors"] = {key: value[..., each] for key, value in pickled["tensors"].items()}
-    again = pickle.loads(pickle.dumps(slots))
-    again.__setstate__({**pickled, "widths": (1, E, 1)})
-    assert again.widths == (E, E, E)
-    history, want = again.tensors()["history"], slots.tensors()["history"]
-    assert torch.equal(history, want[:, repeated])
+    pickled["tensors"] = {key: value[..., kept_scales] for key, value in pickled["tensors"].items()}
+    unpickled = pickle.loads(pickle.dumps(slots))
+    unpickled.__setstate__({**pickled, "widths": (1, E, 1)})
+    assert unpickled.widths == (E, E, E)
+    history, expected = unpickled.tensors()["history"], slots.tensors()["history"]
+    assert torch.equal(history, expected[:, repeated])
 
 
-def test_a_quiet_expert_beside_a_loud_one_loses_nothing():
-    """Under scales per tensor an expert has the bytes that it has alone, whatever the others."""
+def test_large_values_of_one_expert_do_not_change_the_others():
+    """Under per-tensor scales the values of other experts do not change an expert's results."""
     torch.manual_seed(5)
     x, dy = torch.randn(48, K), torch.randn(48, N)
     for recipe in (RECIPES["current"], RECIPES["delayed"]):
@@ -374,30 +378,30 @@ def test_a_quiet_expert_beside_a_loud_one_loses_nothing():
         torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-def test_weights_lie_together_wherever_they_move():
+def test_weights_stay_in_one_buffer_after_moves_and_copies():
     layer = experts().double().float()
-    for one in (layer, copy.deepcopy(layer).half().float(), copy.deepcopy(layer)):
+    for module in (layer, copy.deepcopy(layer).half().float(), copy.deepcopy(layer)):
         for kind in ("weight", "bias"):
-            parts = one._expert_parameters()[kind == "bias"]
-            whole, theirs = one._stacked(kind, parts)
-            assert whole.data_ptr() == parts[0].data_ptr()
-            assert theirs is parts
-            assert one._stacked(kind, parts)[0] is whole
+            parts = module._expert_parameters()[kind == "bias"]
+            stacked, stacked_parts = module._stacked(kind, parts)
+            assert stacked.data_ptr() == parts[0].data_ptr()
+            assert stacked_parts is parts
+            assert module._stacked(kind, parts)[0] is stacked
     with torch.no_grad():
-        whole[2, 0] = 7
+        stacked[2, 0] = 7
     assert parts[2][0] == 7
     layer.weight3 = nn.Parameter(torch.zeros(N, K))
     weights = layer._expert_parameters()[0]
     assert ExpertMemory().stack(weights) is None
-    whole, theirs = layer._stacked("weight", weights)
-    assert torch.equal(whole, torch.stack(weights))
-    assert not theirs
+    stacked, stacked_parts = layer._stacked("weight", weights)
+    assert torch.equal(stacked, torch.stack(weights))
+    assert not stacked_parts
 
 
 @pytest.mark.parametrize("recipe", [None, RECIPES["row"]], ids=str)
 @pytest.mark.parametrize("name", ["weight0", "weight3"])
-def test_a_weight_that_is_written_before_backward_is_seen(name, recipe):
-    """Also after a move, when parameters in one memory have counters of writes of their own."""
+def test_a_weight_written_between_forward_and_backward_raises(name, recipe):
+    """It is seen also after a move, when the parameters share memory but not version counters."""
     for layer in (experts(), experts().double().float(), copy.deepcopy(experts())):
         x = rows(K).requires_grad_()
         with float8lab.autocast(recipe is not None, recipe=recipe):
@@ -411,23 +415,23 @@ def test_a_weight_that_is_written_before_backward_is_seen(name, recipe):
 
 @pytest.mark.parametrize("single", [False, True], ids=["each", "single"])
 @pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=str)
-def test_a_weight_that_is_computed(single, recipe):
-    """By ``torch.nn.utils.parametrize``, as PEFT does for adapters of parameters."""
+def test_a_parametrized_weight_equals_its_computed_value(single, recipe):
+    """``torch.nn.utils.parametrize`` computes the weight, as for PEFT's adapters of parameters."""
 
     class Doubled(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
             return 2 * weight
 
     layer, name = experts(single_grouped_weight=single), "weight" if single else "weight3"
-    want, x, dy = copy.deepcopy(layer), rows(K), rows(N)
+    doubled, x, dy = copy.deepcopy(layer), rows(K), rows(N)
     with torch.no_grad():
-        getattr(want, name).mul_(2)
+        getattr(doubled, name).mul_(2)
     parametrize.register_parametrization(layer, name, Doubled())
-    got, expected = step(layer, x, dy, recipe), step(want, x, dy, recipe)
-    assert torch.equal(got[0], expected[0])
-    assert torch.equal(got[1], expected[1])
+    actual, expected = step(layer, x, dy, recipe), step(doubled, x, dy, recipe)
+    assert torch.equal(actual[0], expected[0])
+    assert torch.equal(actual[1], expected[1])
     original = layer.parametrizations[name].original
-    torch.testing.assert_close(original.grad, 2 * getattr(want, name).grad)
+    torch.testing.assert_close(original.grad, 2 * getattr(doubled, name).grad)
     layer.double().float()
     assert torch.equal(step(layer, x, dy, recipe)[0], expected[0])
     with torch.no_grad():
@@ -436,52 +440,55 @@ def test_a_weight_that_is_computed(single, recipe):
 
 
 @pytest.mark.parametrize("recipe", [RECIPES["current"], RECIPES["block"]], ids=str)
-def test_stored_weights_lie_together(recipe, device):
-    """Nothing is copied, wherever they move; a copy is right where one of them lies elsewhere."""
+def test_weights_stored_in_fp8_stay_in_one_buffer_and_are_not_copied(recipe, device):
+    """No step copies the weights, wherever they move. Weights in separate memory are stacked."""
     with float8lab.fp8_model_init(True, recipe):
         layer, other = experts().to(device), experts().to(device)
     loaded = pickle.loads(pickle.dumps(layer))
     loaded.load_state_dict({k: v.clone() for k, v in other.state_dict().items()})
     x, dy = rows(K).to(device), rows(N).to(device)
-    for one in (layer, copy.deepcopy(layer).half().float(), copy.deepcopy(layer), loaded):
-        parts = one._expert_parameters()[0]
-        whole, theirs = one._stacked("weight", parts)
-        assert whole.qdata.data_ptr() == parts[0].qdata.data_ptr()
-        assert whole.scale.data_ptr() == parts[0].scale.data_ptr()
-        assert theirs is parts
-        assert one._stacked("weight", parts)[0] is whole
-        assert torch.equal(whole.dequantize(), torch.stack([p.dequantize() for p in parts]))
-        for how in (recipe, None):
-            with Ops() as seen:
-                step(one, x, dy, how)
-            assert not {"aten.stack.default", "aten.cat.default"} & set(seen.names)
-    apart = copy.deepcopy(layer)
-    for weight in apart._expert_parameters()[0]:
+    for module in (layer, copy.deepcopy(layer).half().float(), copy.deepcopy(layer), loaded):
+        parts = module._expert_parameters()[0]
+        stacked, stacked_parts = module._stacked("weight", parts)
+        assert stacked.qdata.data_ptr() == parts[0].qdata.data_ptr()
+        assert stacked.scale.data_ptr() == parts[0].scale.data_ptr()
+        assert stacked_parts is parts
+        assert module._stacked("weight", parts)[0] is stacked
+        assert torch.equal(stacked.dequantize(), torch.stack([p.dequantize() for p in parts]))
+        for step_recipe in (recipe, None):
+            with Ops() as ops:
+                step(module, x, dy, step_recipe)
+            assert not {"aten.stack.default", "aten.cat.default"} & set(ops.names)
+    separate = copy.deepcopy(layer)
+    for weight in separate._expert_parameters()[0]:
         weight.data = weight.data.clone()
-    whole, theirs = apart._stacked("weight", apart._expert_parameters()[0])
-    assert not theirs
-    found = []
-    for one in (layer, apart):
-        optimizer = float8lab.optim.MasterWeights(one.parameters(), torch.optim.SGD, lr=0.1)
+    stacked, stacked_parts = separate._stacked("weight", separate._expert_parameters()[0])
+    assert not stacked_parts
+    results = []
+    for module in (layer, separate):
+        optimizer = float8lab.optim.MasterWeights(module.parameters(), torch.optim.SGD, lr=0.1)
         for _ in range(3):
-            found.append(step(one, x, dy, recipe))
+            results.append(step(module, x, dy, recipe))
             optimizer.step()
-    for mine, others in zip(found[:3], found[3:], strict=True):
-        assert all(map(torch.equal, mine, others))
-    assert not torch.equal(found[0][0], found[2][0])
+    for result, separate_result in zip(results[:3], results[3:], strict=True):
+        assert all(map(torch.equal, result, separate_result))
+    assert not torch.equal(results[0][0], results[2][0])
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["kept", "stored"])
-def test_weights_in_fp8_are_not_cast_again(stored):
-    """Over microbatches, or stored so: x and dy are cast, and the weights are turned, at most."""
+def test_weights_already_in_fp8_are_not_cast_a_second_time(stored):
+    """With a cast kept over microbatches, or with stored FP8 weights, only x and dy are cast.
+
+    The weights are transposed at most.
+    """
     recipe, x, dy = RECIPES["block"], rows(K), rows(N)
     with float8lab.fp8_model_init(stored, recipe):
         layer = experts(single_grouped_weight=True)
     counts = []
     for first in (True, False, False):
-        with Ops() as seen, float8lab.autocast(recipe=recipe):
+        with Ops() as ops, float8lab.autocast(recipe=recipe):
             layer(x.clone().requires_grad_(), SIZES, is_first_microbatch=first).backward(dy)
-        counts.append([seen.names.count(f"float8lab.{op}.default") for op in CAST_OPS])
+        counts.append([ops.names.count(f"float8lab.{op}.default") for op in CAST_OPS])
     assert counts == ([[2, 1]] * 3 if stored else [[3, 1], [2, 0], [2, 0]])
 
 
@@ -496,22 +503,22 @@ def test_shapes_are_right_without_data(recipe, without_data):
 
 
 @each_recipe
-def test_a_single_expert_keeps_its_transpose(recipe):
+def test_a_kept_weight_cast_of_a_single_expert_includes_its_transpose(recipe):
     layer, x, dy = float8lab.GroupedLinear(1, K, N, device="cpu"), rows(K), rows(N)
-    want = step(copy.deepcopy(layer), x, dy, recipe, [M])
-    with float8lab.inspect.watch(layer) as seen:
+    expected = step(copy.deepcopy(layer), x, dy, recipe, [M])
+    with float8lab.inspect.watch(layer) as watch:
         for first in (True, False):
-            got = step(layer, x, dy, recipe, [M], is_first_microbatch=first)
-            assert all(map(torch.equal, got, want))
-            seen.step()
-    weights = [record for record in seen.log.records if record.operand == "w"]
+            actual = step(layer, x, dy, recipe, [M], is_first_microbatch=first)
+            assert all(map(torch.equal, actual, expected))
+            watch.step()
+    weights = [record for record in watch.log.records if record.operand == "w"]
     assert [record.elements for record in weights] == [N * K] * len(weights)
 
 
 @pytest.mark.parametrize("single", [False, True], ids=["each", "single"])
 @pytest.mark.parametrize("recipe", [RECIPES["delayed"], RECIPES["block"]], ids=str)
-def test_a_kept_cast_is_that_of_these_weights(single, recipe):
-    """The cast is made once, and again where weights were written in between."""
+def test_a_kept_weight_cast_is_repeated_only_after_a_write(single, recipe):
+    """The cast is kept, and repeated if a weight was written in between."""
     layer, x = experts(single_grouped_weight=single), rows(K)
 
     def run(first: bool) -> Tensor:
@@ -519,46 +526,46 @@ def test_a_kept_cast_is_that_of_these_weights(single, recipe):
             return layer(x, SIZES, is_first_microbatch=first)
 
     y = run(True)
-    kept = layer._fp8.weight_cast
+    first_cast = layer._fp8.weight_cast
     assert torch.equal(run(False), y)
-    assert layer._fp8.weight_cast is kept
+    assert layer._fp8.weight_cast is first_cast
     with torch.no_grad():
         layer._expert_parameters()[0][-1][-1].zero_()
     assert not torch.equal(run(False), y)
-    changed = layer._fp8.weight_cast
-    assert changed is not kept
+    second_cast = layer._fp8.weight_cast
+    assert second_cast is not first_cast
     run(False)
-    assert layer._fp8.weight_cast is changed
+    assert layer._fp8.weight_cast is second_cast
 
 
 @each_recipe
-def test_a_source_is_cast_as_its_values(recipe):
-    """An activation that is never written gives the bytes of one that was."""
+def test_a_prologue_gives_the_same_bytes_as_its_stored_values(recipe):
+    """Casting an activation inside the cast gives the bytes of casting its stored values."""
     torch.manual_seed(3)
     h, dy, w = torch.randn(M + 5, 2 * K), torch.randn(M + 5, N), torch.randn(E, N, K)
     h[M:], dy[M:] = torch.nan, torch.nan
-    ends, needs = Offsets.of(torch.tensor(SIZES).cumsum(0), M + 5), (True, True, False)
-    source = Prologue("swiglu", [h], h.dtype)
+    offsets, needs = Offsets.of(torch.tensor(SIZES).cumsum(0), M + 5), (True, True, False)
+    prologue = Prologue("swiglu", [h], h.dtype)
     results = []
-    for x in (source, source.value()):
+    for x in (prologue, prologue.value()):
         precision = Precision()
         precision.experts = E
         with float8lab.autocast(recipe=recipe):
             call = precision.begin(h, w, training=True)
-        y, saved = gemm.forward(x, w, None, call, needs=needs[:2], dtype=h.dtype, offsets=ends)
+        y, saved = gemm.forward(x, w, None, call, needs=needs[:2], dtype=h.dtype, offsets=offsets)
         grads = gemm.backward(
-            dy, x if x is source else None, saved, call,
-            needs=needs, shape=(M + 5, N, K), dtypes=(h.dtype, w.dtype, None), offsets=ends,
+            dy, x if x is prologue else None, saved, call,
+            needs=needs, shape=(M + 5, N, K), dtypes=(h.dtype, w.dtype, None), offsets=offsets,
         )  # fmt: skip
         results.append((y, *grads[:2]))
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["delayed", "block"])
-def test_calls_do_not_grow_with_the_experts(name):
-    """Functions of the package in a step, however the parameters lie."""
+def test_number_of_python_calls_is_independent_of_the_number_of_experts(name):
+    """A step calls the package's functions equally often for 4 and 32 experts."""
 
-    def made(kind: str, experts: int):
+    def build(kind: str, experts: int):
         with float8lab.fp8_model_init(kind == "stored", RECIPES[name]):
             if kind == "mlp":
                 return float8lab.ExpertMLP(experts, 32, 32, device="cpu")
@@ -568,36 +575,36 @@ def test_calls_do_not_grow_with_the_experts(name):
                 single_grouped_weight=single, single_grouped_bias=single,
             )  # fmt: skip
 
-    def note(counted: Counter, frame, event: str, _) -> None:
+    def count_call(counter: Counter, frame, event: str, _) -> None:
         file = frame.f_code.co_filename
-        skipped = "ops/reference", "formats.py"  # whose rules the reference asks for each expert
+        skipped = "ops/reference", "formats.py"  # the reference calls these for each expert
         if event == "call" and "float8lab" in file and not any(name in file for name in skipped):
-            counted[file, frame.f_code.co_name] += 1
+            counter[file, frame.f_code.co_name] += 1
 
     for kind in ("each", "stored", "single", "mlp"):
         calls: list[Counter] = []
-        for number in (4, 32):
-            module = made(kind, number)
+        for num_experts in (4, 32):
+            module = build(kind, num_experts)
             run = module.run_rows if kind == "mlp" else module
-            sizes = torch.ones(number, dtype=torch.int32)
+            sizes = torch.ones(num_experts, dtype=torch.int32)
             for _ in range(3):
-                x = torch.randn(number, 32, requires_grad=True)
-                counted = Counter()
-                sys.setprofile(partial(note, counted))
+                x = torch.randn(num_experts, 32, requires_grad=True)
+                counter = Counter()
+                sys.setprofile(partial(count_call, counter))
                 try:
                     with float8lab.autocast(recipe=RECIPES[name]):
                         run(x, sizes).sum().backward()
                 finally:
                     sys.setprofile(None)
-            calls.append(counted)
+            calls.append(counter)
         assert calls[0] == calls[1]
         assert calls[0].total() > 30
 
 
-def test_its_gemms_and_casts_are_seen():
+def test_count_gemms_and_watch_see_the_gemms_and_casts():
     model = nn.Sequential()
     model.experts = experts(single_grouped_weight=True)
-    x, dy = rows(K, beyond=6), rows(N, beyond=6)
+    x, dy = rows(K, padding=6), rows(N, padding=6)
     for recipe, in_fp8 in ((RECIPES["block"], 3), (RECIPES["mx"], 0), (RECIPES["high-dgrad"], 2)):
         with float8lab.count_gemms() as counts:
             step(model.experts, x, dy, recipe)
@@ -605,9 +612,9 @@ def test_its_gemms_and_casts_are_seen():
     with float8lab.inspect.watch(model) as watch:
         step(model.experts, x, dy, RECIPES["current"])
         watch.step()
-    seen = {record.operand: record for record in watch.log.records}
-    assert set(seen) == {"x", "w", "dy"}
-    assert all(record.nan == 0 and record.sqnr > 20 for record in seen.values())
+    records = {record.operand: record for record in watch.log.records}
+    assert set(records) == {"x", "w", "dy"}
+    assert all(record.nan == 0 and record.sqnr > 20 for record in records.values())
 
 
 @pytest.mark.parametrize(
@@ -624,13 +631,13 @@ def test_its_gemms_and_casts_are_seen():
         (3, TypeError, "m_splits must be integers"),
     ],
 )
-def test_splits_that_are_none(splits, kind, message):
+def test_invalid_splits_are_refused(splits, kind, message):
     layer, x = experts(), rows(K)
     with pytest.raises(kind, match=message):
         layer(x, splits)
 
 
-def test_checkpoints_that_do_not_fit_are_named():
+def test_a_state_dict_that_does_not_fit_is_refused_with_the_names_of_its_keys():
     single = experts(single_grouped_weight=True)
     before = copy.deepcopy(single.state_dict())
     state = experts().state_dict()
@@ -640,7 +647,7 @@ def test_checkpoints_that_do_not_fit_are_named():
         assert all(torch.equal(p, before[name]) for name, p in single.named_parameters())
 
 
-def test_buffers_of_another_shape():
+def test_an_out_buffer_of_another_shape_is_refused():
     layer, x = experts(), rows(K)
     with pytest.raises(ValueError, match="out must be a floating-point tensor of shape"):
         layer(x, SIZES, out=torch.empty(3, 3))
@@ -651,7 +658,7 @@ LARGE = [0, 1, 15, 130, 256, 0, 3]
 
 @pytest.fixture
 def large() -> tuple:
-    """A layer in bfloat16 on a GPU, its input and gradient with rows of NaN, the splits."""
+    """A bfloat16 GPU layer, its input and output gradient with NaN padding rows, and the splits."""
     torch.manual_seed(4)
     layer = float8lab.GroupedLinear(
         len(LARGE), 256, 384, params_dtype=torch.bfloat16, device="cuda", single_grouped_weight=True
@@ -663,28 +670,30 @@ def large() -> tuple:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", [None, *RECIPES.values()], ids=["high", *RECIPES])
-def test_a_gpu_gives_the_same_and_never_waits(recipe, large):
+def test_a_gpu_is_as_accurate_as_the_cpu_and_never_synchronizes(recipe, large):
     layer, x, dy, splits = large
-    here = copy.deepcopy(layer).cpu()
-    for _ in range(3):  # kernels are compiled, launches recorded and repeated
-        want = step(here, x.cpu(), dy.cpu(), recipe, splits.cpu())
-        got = step(layer, x, dy, recipe, splits)
+    cpu_layer = copy.deepcopy(layer).cpu()
+    for _ in range(3):  # the steps compile kernels, record launches and repeat them
+        cpu_results = step(cpu_layer, x.cpu(), dy.cpu(), recipe, splits.cpu())
+        results = step(layer, x, dy, recipe, splits)
     with never_waiting():
-        again = step(layer, x, dy, recipe, splits)
+        repeated_results = step(layer, x, dy, recipe, splits)
     exact = step(copy.deepcopy(layer).double().cpu(), x.cpu().double(), dy.cpu().double(),
                  None, splits.cpu())  # fmt: skip
-    for mine, repeated, others, truth in zip(got, again, want, exact, strict=True):
+    for result, repeated, cpu_result, exact_result in zip(
+        results, repeated_results, cpu_results, exact, strict=True
+    ):
         if recipe is None or not recipe.linear.delayed:
-            assert torch.equal(mine, repeated)
-        rounding = torch.finfo(torch.bfloat16).eps * float(truth.norm())
-        assert error(mine.cpu(), truth) <= 1.2 * error(others, truth) + rounding
-    assert not got[0][sum(LARGE) :].any()
-    assert not got[1][sum(LARGE) :].any()
+            assert torch.equal(result, repeated)
+        rounding = torch.finfo(torch.bfloat16).eps * float(exact_result.norm())
+        assert error(result.cpu(), exact_result) <= 1.2 * error(cpu_result, exact_result) + rounding
+    assert not results[0][sum(LARGE) :].any()
+    assert not results[1][sum(LARGE) :].any()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["current", "row", "block"])
-def test_a_cuda_graph_takes_groups_of_any_size(name, large):
+def test_a_cuda_graph_replays_with_groups_of_any_size(name, large):
     layer, x, _, splits = large
     recipe = RECIPES[name]
 
@@ -709,8 +718,8 @@ def test_a_cuda_graph_takes_groups_of_any_size(name, large):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [list, torch.tensor], ids=["list", "tensor"])
 @pytest.mark.parametrize("recipe", [None, RECIPES["current"], RECIPES["block"]], ids=str)
-def test_a_cuda_graph_keeps_sizes_of_the_host(recipe, kind, large):
-    """Its replays have those of the capture, whatever becomes of the memory that held them."""
+def test_a_cuda_graph_keeps_the_host_sizes_of_its_capture(recipe, kind, large):
+    """Replays use the sizes of the capture, even if the memory that held them changes."""
     layer, x, dy, splits = large
     sizes = kind(LARGE)
     x.requires_grad_()
@@ -718,7 +727,8 @@ def test_a_cuda_graph_keeps_sizes_of_the_host(recipe, kind, large):
     def run(sizes) -> tuple[Tensor, ...]:
         with float8lab.autocast(recipe is not None, recipe=recipe):
             y = layer(x, sizes)
-        # Detached: a graph of autograd that outlives its capture ties later ones to its stream.
+        # The output is detached: an autograd graph that outlives its capture would tie later graphs
+        # to its stream.
         return y.detach(), *torch.autograd.grad(y, (x, layer.weight), dy)
 
     side = torch.cuda.Stream()
@@ -729,7 +739,7 @@ def test_a_cuda_graph_keeps_sizes_of_the_host(recipe, kind, large):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = run(sizes)
+        graph_results = run(sizes)
     for index in range(len(sizes)):
         sizes[index] = 0
     del sizes
@@ -737,4 +747,4 @@ def test_a_cuda_graph_keeps_sizes_of_the_host(recipe, kind, large):
         with torch.no_grad():
             x[: sum(LARGE)].normal_()
         graph.replay()
-        torch.testing.assert_close(got, run(splits), rtol=0, atol=0)
+        torch.testing.assert_close(graph_results, run(splits), rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""Linear: numbers and every gradient against float64, every parameter, every shape."""
+"""Linear: the output and every gradient against float64, every parameter, every shape."""
 
 import copy
 import functools
@@ -21,9 +21,9 @@ from tests.nn.models import UNDELAYED, saved_bytes
 RECIPES = {"delayed": recipes.DelayedScaling(), **UNDELAYED}
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 
-# Stated in docs/numerics.md: SQNR in dB of output, dX and dW against float64 for normally
-# distributed tensors. e4m3 rounds to 3 mantissa bits: about 31.5 dB an operand, 28.5 for two of
-# them; an e5m2 gradient (2 bits) about 25.5 an operand, so 24.5 beside an e4m3 one.
+# The SQNR in dB of output, dX and dW against float64 for normally distributed tensors, as stated in
+# docs/numerics.md. e4m3 rounds to 3 mantissa bits, which leaves about 31.5 dB for an operand and
+# 28.5 dB for two. An e5m2 gradient (2 bits) leaves about 25.5 dB, or 24.5 dB with an e4m3 operand.
 SQNR = {
     "delayed": (28.0, 24.0, 24.0), "current": (28.0, 24.0, 24.0), "rowwise": (28.0, 28.0, 28.0),
     "block": (28.0, 28.0, 28.0), "mx": (27.5, 27.5, 27.5),
@@ -31,7 +31,7 @@ SQNR = {
 
 
 def run(module, x, dy, recipe=None):
-    """Output and gradients of one forward and backward."""
+    """The output and the gradients of one forward and backward."""
     x = x.detach().clone().requires_grad_()
     module.zero_grad()
     with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
@@ -40,7 +40,7 @@ def run(module, x, dy, recipe=None):
     return y.detach(), x.grad, {n: p.grad for n, p in module.named_parameters()}
 
 
-def exact(module, x, dy):
+def float64_run(module, x, dy):
     reference = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
     reference = reference.to(x.device).double()
     reference.load_state_dict({k: v.double() for k, v in module.state_dict().items()})
@@ -52,7 +52,7 @@ def exact(module, x, dy):
 
 @pytest.mark.parametrize("leading", [(32,), (33,), (2, 16), (3, 11)], ids=str)
 @pytest.mark.parametrize("features", [48, 40])
-def test_an_output_is_no_view_and_may_be_written(leading, features):
+def test_outputs_are_no_views_and_may_be_modified_in_place(leading, features):
     layer = float8lab.Linear(32, features, device="cpu")
     x = torch.randn(*leading, 32, requires_grad=True)
     with float8lab.autocast(recipe=RECIPES["current"]):
@@ -65,18 +65,18 @@ def test_an_output_is_no_view_and_may_be_written(leading, features):
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_sqnr_of_output_and_gradients(name, dtype, device):
+def test_sqnr_of_output_and_gradients_is_as_documented(name, dtype, device):
     layer = float8lab.Linear(256, 192, device=device, params_dtype=dtype)
     nn.init.normal_(layer.bias)
     x = torch.randn(4, 96, 256, device=device, dtype=dtype)
     dy = torch.randn(4, 96, 192, device=device, dtype=dtype)
     run(layer, x, dy, RECIPES[name])  # delayed scaling: give the gradients a history
     y, dx, grads = run(layer, x, dy, RECIPES[name])
-    y64, dx64, grads64 = exact(layer, x, dy)
+    y64, dx64, grads64 = float64_run(layer, x, dy)
     assert y.dtype == dx.dtype == dtype
     measured = (sqnr(y, y64), sqnr(dx, dx64), sqnr(grads["weight"], grads64["weight"]))
     assert all(m >= stated for m, stated in zip(measured, SQNR[name], strict=True)), measured
-    bias_noise = 60 if dtype == torch.float32 else 40  # summed in float32, rounded once
+    bias_noise = 60 if dtype == torch.float32 else 40  # the sum is in float32, with one rounding
     assert sqnr(grads["bias"], grads64["bias"]) > bias_noise
 
 
@@ -89,11 +89,11 @@ def test_sqnr_of_output_and_gradients(name, dtype, device):
     ],
     ids=["1", "odd", "N-D", "vector", "empty", "empty-N-D"],
 )  # fmt: skip
-def test_any_shape_trains(recipe, shape, K, N, device):
+def test_small_odd_and_empty_shapes_are_near_float64(recipe, shape, K, N, device):
     layer = float8lab.Linear(K, N, device=device)
     x, dy = torch.randn(*shape, K, device=device), torch.randn(*shape, N, device=device)
     y, dx, grads = run(layer, x, dy, recipe)
-    y64, dx64, grads64 = exact(layer, x, dy)
+    y64, dx64, grads64 = float64_run(layer, x, dy)
     assert y.shape == (*shape, N)
     assert dx.shape == x.shape
     pairs = [(y, y64), (dx, dx64), *((grads[n], grads64[n]) for n in grads)]
@@ -104,25 +104,25 @@ def test_any_shape_trains(recipe, shape, K, N, device):
 
 
 @pytest.mark.parametrize("recipe", [None, RECIPES["current"]], ids=["high", "current"])
-def test_nested_tensors_give_what_their_values_give(recipe):
+def test_jagged_nested_tensors_equal_their_values(recipe):
     layer, dy = float8lab.Linear(40, 24, return_bias=True, device="cpu"), torch.randn(7, 24)
     parts = [torch.randn(size, 40) for size in (3, 0, 4)]
     jagged = torch.nested.as_nested_tensor(parts, layout=torch.jagged).requires_grad_()
     values = torch.cat(parts).requires_grad_()
     with float8lab.autocast(recipe is not None, recipe=recipe):
-        (y, bias), (want, _) = layer(jagged), layer(values)
+        (y, bias), (expected, _) = layer(jagged), layer(values)
     assert bias is layer.bias
-    assert y.shape[:2] == jagged.shape[:2]  # so that these may be added
+    assert y.shape[:2] == jagged.shape[:2]  # the two may be added
     y.values().backward(dy)
-    want.backward(dy)
-    assert torch.equal(y.values(), want)
+    expected.backward(dy)
+    assert torch.equal(y.values(), expected)
     assert torch.equal(jagged.grad.values(), values.grad)
 
 
 def test_tensors_of_other_layouts_are_refused():
     layer = float8lab.Linear(40, 24, device="cpu")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is a prototype
+        warnings.simplefilter("ignore")  # torch warns that the layout is a prototype
         nested = torch.nested.nested_tensor([torch.randn(3, 40)])
     with pytest.raises(TypeError, match=r"inp must have layout torch.jagged if it is nested; got"):
         layer(nested)
@@ -135,59 +135,61 @@ def test_tensors_of_other_layouts_are_refused():
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @each_recipe
-def test_what_is_not_finite_stays_so_where_torch_keeps_it(recipe, value, device):
+def test_nonfinite_values_propagate_as_in_torch_and_leave_no_trace(recipe, value, device):
     layer = float8lab.Linear(64, 48, device=device)
-    for place in ("x", "dy", "weight"):
+    for operand in ("x", "dy", "weight"):
         x, dy = torch.randn(32, 64, device=device), torch.randn(32, 48, device=device)
         run(layer, x, dy, recipe)  # delayed scales of finite tensors
         with torch.no_grad():
-            {"x": x, "dy": dy, "weight": layer.weight}[place][3, 5] = value
-        results = flat(run(layer, x, dy, recipe))
-        for got, plain in zip(results, flat(run(layer, x, dy)), strict=True):
-            assert torch.equal(got.isfinite(), plain.isfinite())
+            {"x": x, "dy": dy, "weight": layer.weight}[operand][3, 5] = value
+        results = flatten_results(run(layer, x, dy, recipe))
+        for actual, plain in zip(results, flatten_results(run(layer, x, dy)), strict=True):
+            assert torch.equal(actual.isfinite(), plain.isfinite())
         with torch.no_grad():
             layer.weight[3, 5] = 1.0
-        results = flat(run(layer, torch.ones_like(x), torch.ones_like(dy), recipe))
-        assert all(t.isfinite().all() for t in results)  # no history has it
+        results = flatten_results(run(layer, torch.ones_like(x), torch.ones_like(dy), recipe))
+        assert all(t.isfinite().all() for t in results)  # it is in no amax history
 
 
-def flat(results):
+def flatten_results(results):
     y, dx, grads = results
     return [y, dx, *grads.values()]
 
 
 @each_recipe
 def test_grad_scaler_sees_an_overflow(recipe):
-    """A gradient that overflows float16: the step is skipped and the scale halved, as in torch."""
+    """If a gradient overflows float16, the step is skipped and the scale halved, as in torch."""
     plain = nn.Sequential(nn.Linear(64, 128, bias=False), nn.GELU(), nn.Linear(128, 64, bias=False))
     model = float8lab.convert_to_float8(copy.deepcopy(plain), recipe)
     x, target = torch.randn(2, 32, 64)
     steps = {}
-    for one in (plain, model):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.0)
+    for trained_model in (plain, model):
+        optimizer = torch.optim.SGD(trained_model.parameters(), lr=0.0)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
         skipped, norms = [], []
         for _ in range(4):
             before = scaler.get_scale()
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype=torch.float16):
-                loss = (one(x) - target).square().mean()
+                loss = (trained_model(x) - target).square().mean()
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
-            norms.append(torch.stack([p.grad.norm() for p in one.parameters()]).norm().item())
+            norms.append(
+                torch.stack([p.grad.norm() for p in trained_model.parameters()]).norm().item()
+            )
             scaler.step(optimizer)
             scaler.update()
             skipped.append(scaler.get_scale() < before)
-        steps[one] = skipped, norms
-    (skipped, norms), (of_plain, norms_of_plain) = steps[model], steps[plain]
+        steps[trained_model] = skipped, norms
+    (skipped, norms), (plain_skipped, plain_norms) = steps[model], steps[plain]
     assert skipped[0]
-    assert of_plain[0]
+    assert plain_skipped[0]
     assert not skipped[-1]
-    assert norms[-1] == pytest.approx(norms_of_plain[-1], rel=0.05)
+    assert norms[-1] == pytest.approx(plain_norms[-1], rel=0.05)
 
 
 @each_recipe
-def test_outside_autocast_it_is_torch_nn_linear(recipe):
+def test_outside_autocast_linear_equals_torch_nn_linear(recipe):
     layer = float8lab.Linear(32, 16, device="cpu")
     x = torch.randn(5, 32)
     expected = nn.functional.linear(x, layer.weight, layer.bias)
@@ -198,7 +200,7 @@ def test_outside_autocast_it_is_torch_nn_linear(recipe):
 
 
 @each_recipe
-def test_needs_input_grad_is_respected(recipe):
+def test_only_gemms_of_required_gradients_run(recipe):
     layer = float8lab.Linear(32, 16, device="cpu")
     layer.weight.requires_grad_(False)
     x = torch.randn(8, 32, requires_grad=True)
@@ -226,19 +228,19 @@ def test_activations_are_saved_in_fp8(recipe):
     assert saved_bytes(layer, x, recipe) - weight_cast <= 0.55 * high
 
 
-@pytest.mark.parametrize("which", [0, 1, 2], ids=["fprop", "dgrad", "wgrad"])
-def test_override_linear_precision_keeps_that_gemm_exact(which):
-    override = tuple(i == which for i in range(3))
+@pytest.mark.parametrize("gemm_index", [0, 1, 2], ids=["fprop", "dgrad", "wgrad"])
+def test_override_linear_precision_keeps_the_chosen_gemm_in_high_precision(gemm_index):
+    override = tuple(i == gemm_index for i in range(3))
     recipe = recipes.Float8CurrentScaling(override_linear_precision=override)
     layer = float8lab.Linear(64, 64, device="cpu")
     x, dy = torch.randn(32, 64), torch.randn(32, 64)
     with float8lab.count_gemms() as counts:
         y, dx, grads = run(layer, x, dy, recipe)
     assert (counts.fp8, counts.high_precision) == (2, 1)
-    y64, dx64, grads64 = exact(layer, x, dy)
+    y64, dx64, grads64 = float64_run(layer, x, dy)
     results = [(y, y64), (dx, dx64), (grads["weight"], grads64["weight"])]
     for i, (actual, expected) in enumerate(results):
-        assert (sqnr(actual, expected) > 100) == (i == which)
+        assert (sqnr(actual, expected) > 100) == (i == gemm_index)
 
 
 def test_hybrid_rounds_gradients_to_e5m2():
@@ -257,7 +259,7 @@ def test_hybrid_rounds_gradients_to_e5m2():
     assert dx[1, 1] == 1.125  # three mantissa bits
 
 
-def test_amax_epsilon_takes_effect():
+def test_amax_epsilon_bounds_the_scale_from_below():
     layer = float8lab.Linear(16, 16, bias=False, device="cpu")
     with torch.no_grad():
         layer.weight.copy_(torch.eye(16))
@@ -268,26 +270,26 @@ def test_amax_epsilon_takes_effect():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @each_recipe
-def test_under_torch_autocast_the_product_is_the_same(recipe, dtype):
-    """Rounded once, at the end; products of codes are larger than float16 holds."""
+def test_torch_autocast_only_rounds_the_result_of_the_gemm(recipe, dtype):
+    """The output is rounded once, at the end; GEMMs of FP8 data exceed the range of float16."""
     layer, x = float8lab.Linear(256, 16, device="cpu"), torch.randn(8, 256, requires_grad=True)
-    want, other = copy.deepcopy(layer), copy.deepcopy(layer)
+    reference_layer, second_layer = copy.deepcopy(layer), copy.deepcopy(layer)
     with float8lab.autocast(recipe=recipe):
-        expected = want(x).to(dtype)
+        expected = reference_layer(x).to(dtype)
         with torch.autocast("cpu", dtype):
             assert torch.equal(layer(x), expected)
     with torch.autocast("cpu", dtype), float8lab.autocast(recipe=recipe):
-        y = other(x)
+        y = second_layer(x)
     assert torch.equal(y, expected)
     y.sum().backward()
-    assert x.grad.dtype == other.weight.grad.dtype == torch.float32
+    assert x.grad.dtype == second_layer.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
 @each_recipe
-def test_under_torch_autocast_the_product_is_the_same_on_a_gpu(recipe, kind, dtype):
+def test_torch_autocast_only_rounds_the_result_of_the_gemm_on_a_gpu(recipe, kind, dtype):
     x, splits = torch.randn(48, 256, device="cuda"), ()
     if kind == "linear":
         layer: Any = float8lab.Linear(256, 32, device="cuda")
@@ -299,18 +301,18 @@ def test_under_torch_autocast_the_product_is_the_same_on_a_gpu(recipe, kind, dty
             with torch.autocast("cuda", dtype):
                 y = layer(x, *splits)
                 assert torch.is_autocast_enabled("cuda")
-            near = torch.finfo(dtype).eps * float(expected.detach().abs().max())
-            torch.testing.assert_close(y, expected.to(dtype), rtol=0, atol=near)
+            tolerance = torch.finfo(dtype).eps * float(expected.detach().abs().max())
+            torch.testing.assert_close(y, expected.to(dtype), rtol=0, atol=tolerance)
 
 
-def test_default_initialisation():
+def test_default_initialization_has_zero_bias_and_std_0_023():
     layer = float8lab.Linear(1000, 300, device="cpu")
     assert torch.equal(layer.bias, torch.zeros(300))
     assert layer.weight.std().item() == pytest.approx(0.023, rel=0.02)
     assert layer.weight.mean().abs() < 1e-3
 
 
-def test_init_method_bias_and_params_dtype():
+def test_init_method_bias_and_params_dtype_take_effect():
     layer = float8lab.Linear(
         8, 4, bias=False, init_method=nn.init.ones_, params_dtype=torch.bfloat16, device="cpu"
     )
@@ -320,7 +322,7 @@ def test_init_method_bias_and_params_dtype():
 
 
 @pytest.mark.parametrize("name", ["Linear", "GroupedLinear"])
-def test_weights_are_drawn_from_a_trackers_stream(name):
+def test_weights_are_initialized_from_the_stream_of_the_rng_tracker(name):
     tracker = float8lab.CudaRNGStatesTracker(device="cpu")
     tracker.add("model-parallel-rng", 5)
     tracker.add("experts", 6)
@@ -337,7 +339,7 @@ def test_weights_are_drawn_from_a_trackers_stream(name):
         make(get_rng_state_tracker=lambda: tracker, rng_tracker_name="other")
 
 
-def test_default_device():
+def test_default_device_is_the_gpu_unless_torch_has_another():
     expected = "cuda" if torch.cuda.is_available() else "cpu"
     assert float8lab.Linear(4, 4).weight.device.type == expected
     assert float8lab.RotaryPositionEmbedding(4)(2).device.type == expected
@@ -353,7 +355,7 @@ def test_default_device():
         torch.set_default_device(None)
 
 
-def test_return_bias_leaves_the_bias_to_the_caller():
+def test_return_bias_returns_the_bias_without_adding_it():
     layer = float8lab.Linear(16, 8, return_bias=True, device="cpu")
     nn.init.normal_(layer.bias)
     x = torch.randn(4, 16)
@@ -367,23 +369,23 @@ def test_return_bias_leaves_the_bias_to_the_caller():
 
 
 @each_recipe
-def test_no_gradient_needs_a_cast_of_columns(recipe, monkeypatch):
-    columns, quantize = [], gemm.quantize
+def test_without_gradients_nothing_is_cast_columnwise(recipe, monkeypatch):
+    columnwise_specs, quantize = [], gemm.quantize
 
-    def watched(x, rowwise, columnwise, *more):
-        columns.append(columnwise)
-        return quantize(x, rowwise, columnwise, *more)
+    def recording_quantize(x, rowwise, columnwise, *rest):
+        columnwise_specs.append(columnwise)
+        return quantize(x, rowwise, columnwise, *rest)
 
-    monkeypatch.setattr(gemm, "quantize", watched)
+    monkeypatch.setattr(gemm, "quantize", recording_quantize)
     layer, x = float8lab.Linear(64, 32, device="cpu"), torch.randn(48, 64)
     with float8lab.autocast(recipe=recipe):
-        layer(x)  # delayed scales are made
+        layer(x)  # sets the first delayed scales
         y = layer(x)
-        assert any(columns)
-        columns.clear()
+        assert any(columnwise_specs)
+        columnwise_specs.clear()
         with torch.no_grad():
             assert torch.equal(layer(x), y)
-    assert columns == [None, None]
+    assert columnwise_specs == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -391,16 +393,16 @@ def test_no_gradient_needs_a_cast_of_columns(recipe, monkeypatch):
     [("query", "key_", "value"), {"query": 8, "key": 4, "value_": 12}],
     ids=["equal", "sizes"],
 )
-def test_parameters_split(split):
+def test_split_parameters_equal_one_parameter(split):
     torch.manual_seed(1)
     layer = float8lab.Linear(16, 24, parameters_split=split, device="cpu")
     names = [f"{n}_{kind}" for n in ("query", "key", "value") for kind in ("weight", "bias")]
     assert [n for n, _ in layer.named_parameters()] == names
     torch.manual_seed(1)
-    whole = float8lab.Linear(16, 24, device="cpu")
+    unsplit = float8lab.Linear(16, 24, device="cpu")
     x, dy = torch.randn(4, 16), torch.randn(4, 24)
     y, dx, grads = run(layer, x, dy, RECIPES["current"])
-    y2, dx2, grads2 = run(whole, x, dy, RECIPES["current"])
+    y2, dx2, grads2 = run(unsplit, x, dy, RECIPES["current"])
     assert torch.equal(y, y2)
     assert torch.equal(dx, dx2)
     parts = torch.cat([grads[f"{n}_weight"] for n in ("query", "key", "value")])
@@ -408,28 +410,28 @@ def test_parameters_split(split):
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "block"])
-def test_split_parameters_stored_in_fp8_are_not_rounded_again(recipe):
-    """Casts of what they stand for would have other scales: no row's largest value is 448."""
+def test_split_parameters_stored_in_fp8_are_not_requantized(recipe):
+    """A second cast would choose other scales, because no row's largest value is 448."""
     with float8lab.fp8_model_init(recipe=RECIPES[recipe]):
-        layer, whole = (
+        layer, unsplit = (
             float8lab.Linear(128, 384, parameters_split=split, device="cpu")
             for split in (("query", "key", "value"), None)
         )
     for parameter in layer.parameters():
         if isinstance(parameter, Float8Tensor):
             parameter.qdata.copy_(torch.randint(8, 25, parameter.shape) / 8)
-    whole.weight = nn.Parameter(
+    unsplit.weight = nn.Parameter(
         torch.cat([layer.query_weight, layer.key_weight, layer.value_weight])
     )
     x, dy = torch.randn(32, 128), torch.randn(32, 384)
     y, dx, grads = run(layer, x, dy, RECIPES[recipe])
-    y2, dx2, grads2 = run(whole, x, dy, RECIPES[recipe])
+    y2, dx2, grads2 = run(unsplit, x, dy, RECIPES[recipe])
     assert torch.equal(y, y2)
     assert torch.equal(dx, dx2)
     assert torch.equal(grads["key_weight"], grads2["weight"][128:256])
 
 
-def test_parameters_split_that_is_refused():
+def test_invalid_parameters_split_is_refused():
     with pytest.raises(ValueError, match="must add up to out_features 24; got"):
         float8lab.Linear(16, 24, parameters_split={"a": 8, "b": 8}, device="cpu")
     with pytest.raises(ValueError, match="divides out_features 25; got 2 names"):
@@ -438,7 +440,7 @@ def test_parameters_split_that_is_refused():
         float8lab.Linear(16, 24, parameters_split=("a", "b"), fuse_wgrad_accumulation=True)
 
 
-def test_a_layer_for_several_tensor_parallel_ranks_wants_their_group():
+def test_a_tensor_parallel_layer_is_sharded_and_requires_its_group():
     column = float8lab.Linear(16, 48, tp_size=2, parallel_mode="column", device="cpu")
     row = float8lab.Linear(16, 48, tp_size=2, parallel_mode="Row", device="cpu")
     assert (column.weight.shape, column.bias.shape) == ((24, 16), (24,))
@@ -446,7 +448,7 @@ def test_a_layer_for_several_tensor_parallel_ranks_wants_their_group():
     assert (column.weight.partition_dim, row.weight.partition_dim) == (0, 1)
     assert column.weight.tensor_model_parallel
     assert column.bias.tensor_model_parallel
-    assert not hasattr(row.bias, "tensor_model_parallel")  # whole on every rank
+    assert not hasattr(row.bias, "tensor_model_parallel")  # unsharded on every rank
     with pytest.raises(RuntimeError, match="tp_group must be set before the first call"):
         column(torch.ones(2, 16))
     with pytest.raises(ValueError, match="out_features must be a multiple of the 2"):
@@ -466,7 +468,7 @@ def test_a_layer_for_several_tensor_parallel_ranks_wants_their_group():
 
 
 @pytest.mark.parametrize("recipe", [None, RECIPES["current"]], ids=["high", "current"])
-def test_compiled_it_adds_to_main_grad(recipe):
+def test_a_compiled_layer_accumulates_into_main_grad(recipe):
     layer = float8lab.Linear(32, 16, bias=False, fuse_wgrad_accumulation=True, device="cpu")
     compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
     for m in (layer, compiled):
@@ -483,7 +485,7 @@ def test_compiled_it_adds_to_main_grad(recipe):
 @pytest.mark.parametrize(
     ("main_grad", "got"), [(torch.zeros(4, 8, dtype=torch.int32), "torch.int32"), (3.0, "float")]
 )
-def test_a_main_grad_that_holds_no_gradient(main_grad, got):
+def test_an_invalid_main_grad_is_refused(main_grad, got):
     layer, x = float8lab.Linear(8, 4, device="cpu", fuse_wgrad_accumulation=True), torch.randn(2, 8)
     layer.weight.main_grad = main_grad
     for enabled in (True, False):
@@ -492,7 +494,7 @@ def test_a_main_grad_that_holds_no_gradient(main_grad, got):
             pytest.raises(TypeError, match=f"main_grad of the weight must be .* got .*{got}"),
         ):
             layer(x)
-    layer.weight.main_grad = None  # there is none
+    layer.weight.main_grad = None  # without one the gradient goes to .grad
     with float8lab.autocast():
         layer(x).sum().backward()
     assert layer.weight.grad is not None
@@ -506,11 +508,11 @@ PRUNED = {
         "fc2_bias": 0,
     },
 }  # fmt: skip
-"""The parameters that lose inputs with their dimension of inputs, by module."""
+"""The parameters that a pruning of inputs shortens, with the dimension of inputs, by module."""
 
 
 @pytest.mark.parametrize("name", PRUNED)
-def test_sizes_are_those_of_the_parameters(name):
+def test_layers_with_pruned_parameters_use_the_sizes_of_the_parameters(name):
     layer, small = (getattr(float8lab, name)(size, 8, device="cpu") for size in (32, 16))
     x = torch.randn(4, 16)
     for module in (layer, small):
@@ -519,13 +521,13 @@ def test_sizes_are_those_of_the_parameters(name):
         parameter = nn.Parameter(getattr(layer, key).narrow(dim, 0, 16))
         setattr(layer, key, parameter)
     small.load_state_dict(layer.state_dict())
-    found = []
+    results = []
     for module in (layer, small):
         inp = x.clone().requires_grad_()
         y = module(inp)
         y.square().sum().backward()
-        found.append((y, inp.grad, *(p.grad for p in module.parameters())))
-    assert all(torch.equal(got, expected) for got, expected in zip(*found, strict=True))
+        results.append((y, inp.grad, *(p.grad for p in module.parameters())))
+    assert all(torch.equal(actual, expected) for actual, expected in zip(*results, strict=True))
     sizes = r"inp must have 16 as its last dimension .* got shape \(4, 32\)"
     with pytest.raises(ValueError, match=sizes):
         layer(torch.randn(4, 32))
@@ -540,22 +542,22 @@ def test_a_norm_of_another_size_than_the_weight_is_refused():
 
 
 def count_weight_casts(monkeypatch):
-    made = []
+    shapes = []
     original = gemm.quantize
 
     def counting(x, *args, **kwargs):
         if isinstance(x, torch.nn.Parameter):
-            made.append(tuple(x.shape))
+            shapes.append(tuple(x.shape))
         return original(x, *args, **kwargs)
 
     for module in (scales, gemm):
         monkeypatch.setattr(module, "quantize", counting)
-    return made
+    return shapes
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
-def test_is_first_microbatch_casts_once_and_gives_the_same_numbers(name, monkeypatch):
-    made = count_weight_casts(monkeypatch)
+def test_is_first_microbatch_casts_the_weight_once_and_changes_no_result(name, monkeypatch):
+    weight_casts = count_weight_casts(monkeypatch)
     layer, plain = float8lab.Linear(32, 32, device="cpu"), float8lab.Linear(32, 32, device="cpu")
     plain.load_state_dict(layer.state_dict())
     for microbatch in range(3):
@@ -564,18 +566,18 @@ def test_is_first_microbatch_casts_once_and_gives_the_same_numbers(name, monkeyp
             with float8lab.autocast(recipe=RECIPES[name]):
                 m(x, is_first_microbatch=first).square().sum().backward()
     assert torch.equal(layer.weight.grad, plain.weight.grad)
-    assert len(made) == 1 + 3
+    assert len(weight_casts) == 1 + 3
     with float8lab.autocast(recipe=RECIPES[name]):
         layer(x, is_first_microbatch=True)
         with torch.no_grad():
             layer.weight.mul_(2.0)
-        layer(x, is_first_microbatch=False)  # seen to have changed all the same
-    assert len(made) == 1 + 3 + 2
+        layer(x, is_first_microbatch=False)  # the change is noticed nevertheless
+    assert len(weight_casts) == 1 + 3 + 2
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_fused_optimizers_leave_no_stale_cast(name):
-    """They do not raise the version counter."""
+    """Fused optimizers do not increment the version counter."""
     layer = float8lab.Linear(32, 32, device="cpu")
     plain = copy.deepcopy(layer)
     for m in (layer, plain):
@@ -589,7 +591,7 @@ def test_fused_optimizers_leave_no_stale_cast(name):
     torch.testing.assert_close([*layer.parameters()], [*plain.parameters()], rtol=1e-3, atol=1e-3)
 
 
-def test_no_cast_is_kept_and_writing_through_data_is_not_missed():
+def test_a_write_through_data_is_noticed_because_no_cast_is_kept():
     layer = float8lab.Linear(32, 32, bias=False, device="cpu")
     x = torch.randn(4, 32)
     with float8lab.autocast(recipe=RECIPES["current"]):
@@ -600,7 +602,7 @@ def test_no_cast_is_kept_and_writing_through_data_is_not_missed():
 
 
 @each_recipe
-def test_fp8_model_init_stores_one_byte_a_parameter(recipe):
+def test_fp8_model_init_stores_one_byte_for_each_weight_element(recipe):
     with float8lab.fp8_model_init(recipe=recipe):
         layer = float8lab.Linear(256, 128, device="cpu")
     weight = layer.weight
@@ -612,18 +614,20 @@ def test_fp8_model_init_stores_one_byte_a_parameter(recipe):
     plain = float8lab.Linear(256, 128, device="cpu")
     with torch.no_grad():
         plain.weight.copy_(weight.dequantize())
-    outside_autocast = zip(flat(run(layer, x, dy)), flat(run(plain, x, dy)), strict=True)
-    assert all(torch.equal(got, want) for got, want in outside_autocast)
+    outside_autocast = zip(
+        flatten_results(run(layer, x, dy)), flatten_results(run(plain, x, dy)), strict=True
+    )
+    assert all(torch.equal(actual, expected) for actual, expected in outside_autocast)
     run(layer, x, dy, recipe)
     y, dx, grads = run(layer, x, dy, recipe)
-    y64, dx64, grads64 = exact(plain, x, dy)
-    # e4m3 x, and e5m2 dy under HYBRID, are the only roundings, but for the weight's transpose
+    y64, dx64, grads64 = float64_run(plain, x, dy)
+    # Only x (e4m3), dy (e5m2 under HYBRID) and the weight's transpose are rounded.
     assert min(sqnr(y, y64), sqnr(dx, dx64), sqnr(grads["weight"], grads64["weight"])) > 24
     assert type(grads["weight"]) is torch.Tensor
     assert float8lab.Linear(4, 4, device="cpu").weight.__class__ is nn.Parameter
 
 
-def test_stored_weights_are_used_as_they_are():
+def test_weights_stored_in_fp8_are_not_requantized_for_fprop():
     with float8lab.quantized_model_init():
         layer = float8lab.Linear(33, 17, bias=False, device="cpu")
     x = torch.eye(33)
@@ -632,7 +636,7 @@ def test_stored_weights_are_used_as_they_are():
     assert torch.equal(y, layer.weight.dequantize().t())
 
 
-def test_preserve_high_precision_init_val():
+def test_preserve_high_precision_init_val_keeps_the_unquantized_weight():
     torch.manual_seed(3)
     with float8lab.fp8_model_init(preserve_high_precision_init_val=True):
         layer = float8lab.Linear(16, 16, device="cpu")
@@ -645,34 +649,34 @@ def test_preserve_high_precision_init_val():
         assert not isinstance(float8lab.Linear(4, 4, device="cpu").weight, Float8Tensor)
 
 
-def test_float8_tensor_as_input():
+def test_a_float8_tensor_input_equals_its_dequantized_values():
     layer = float8lab.Linear(32, 16, device="cpu")
     x = float8lab.quantize(torch.randn(4, 32))
     with float8lab.autocast(recipe=RECIPES["current"]):
         assert torch.equal(layer(x), layer(x.dequantize()))
 
 
-def test_repr():
+def test_repr_shows_sizes_bias_and_split():
     layer = float8lab.Linear(16, 32, device="cpu")
     assert repr(layer) == "Linear(in_features=16, out_features=32, bias=True)"
     layer = float8lab.Linear(16, 32, bias=False, parameters_split={"q": 8, "kv": 24}, device="cpu")
     assert "bias=False, parameters_split={'q': 8, 'kv': 24}" in repr(layer)
 
 
-def test_the_cast_for_dgrad_is_gone_before_wgrad(monkeypatch):
-    dgrad, wgrad = gemm._dgrad, gemm._wgrad
-    made, alive = [], []
+def test_the_cast_for_dgrad_is_freed_before_wgrad(monkeypatch):
+    original_dgrad, original_wgrad = gemm._dgrad, gemm._wgrad
+    dy_storages, alive = [], []
 
-    def watch(dy, *args):
-        made.append(StorageWeakRef(dy[0].untyped_storage()))
-        return dgrad(dy, *args)
+    def recording_dgrad(dy, *args):
+        dy_storages.append(StorageWeakRef(dy[0].untyped_storage()))
+        return original_dgrad(dy, *args)
 
-    def look(*args):
-        alive.append(not made[0].expired())
-        return wgrad(*args)
+    def recording_wgrad(*args):
+        alive.append(not dy_storages[0].expired())
+        return original_wgrad(*args)
 
-    monkeypatch.setattr(gemm, "_dgrad", watch)
-    monkeypatch.setattr(gemm, "_wgrad", look)
+    monkeypatch.setattr(gemm, "_dgrad", recording_dgrad)
+    monkeypatch.setattr(gemm, "_wgrad", recording_wgrad)
     layer = float8lab.Linear(32, 16, device="cpu")
     with float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
         y = layer(torch.randn(16, 32, requires_grad=True))
@@ -680,15 +684,17 @@ def test_the_cast_for_dgrad_is_gone_before_wgrad(monkeypatch):
     assert alive == [False]
 
 
-def test_a_weight_stored_under_another_recipe_says_once_what_it_is_cast_to():
+def test_a_weight_stored_under_another_recipe_warns_once_about_its_cast():
     with float8lab.fp8_model_init(recipe=recipes.Float8BlockScaling()):
         model = torch.nn.Sequential(*(float8lab.Linear(32, 16, device="cpu") for _ in range(2)))
     float8lab.convert_to_float8(model, exclude=["1"])
     x = torch.randn(4, 32)
-    said = r"0: its weight \(16, 32\) is stored as e4m3 128x128 fp32 and cast to e4m3 tensor fp32"
-    with pytest.warns(UserWarning, match=said) as caught:
+    message = (
+        r"0: its weight \(16, 32\) is stored as e4m3 128x128 fp32 and cast to e4m3 tensor fp32"
+    )
+    with pytest.warns(UserWarning, match=message) as warnings_caught:
         model[0](x)
-    assert len(caught) == 1
+    assert len(warnings_caught) == 1
     model[0](x)  # a warning would raise
     with float8lab.autocast(recipe=recipes.Float8BlockScaling()):
         model[1](x)

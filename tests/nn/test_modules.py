@@ -1,6 +1,6 @@
-"""What holds for every module with GEMMs: whatever a training loop does around a step, its bytes.
+"""Every module with GEMMs gives the same bytes, whatever a training loop does around a step.
 
-Each module's own file proves what it computes; here the module is its own oracle.
+The test file of each module checks its results; here a plain step of the module is the oracle.
 """
 
 import copy
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import float8lab
 from float8lab.nn import gemm
 from float8lab.nn.precision import Precision, precisions
-from tests.nn.composition import OF_ATTENTION, RECIPES, perturb
+from tests.nn.composition import ATTENTION_RECIPES, RECIPES, perturb
 from tests.nn.models import states
 from tests.pairwise import pairwise
 from tests.recorder import hooked_as_by_megatron
@@ -28,7 +28,7 @@ SPLITS = [5, 0, 7]
 
 
 class Subject(NamedTuple):
-    """A module, the shapes of its differentiable inputs, and the rest of a call."""
+    """A module, the shapes of its differentiable inputs and its output, and other arguments."""
 
     make: Callable[..., Any]
     inputs: tuple[tuple[int, ...], ...] = ((2, 6, K),)
@@ -36,34 +36,36 @@ class Subject(NamedTuple):
     output: tuple[int, ...] = (2, 6, K)
 
     def build(self, device: torch.device | str = "cpu", **kwargs: Any) -> Any:
-        """With parameters that are all different, the CPU's on every device."""
+        """Build the module with distinct parameters, which the CPU draws for every device."""
         module = self.make(device="cpu", **kwargs)
         perturb(module)
         return module.to(device)
 
     def data(self, device: torch.device | str = "cpu", scale: float = 1.0) -> list[Tensor]:
-        """Inputs, then the gradient of the output."""
+        """The inputs, then the gradient of the output."""
         return [torch.randn(s).to(device) * scale for s in (*self.inputs, self.output)]
 
     def call(self, function: Callable[..., Any], leaves: list[Tensor], **kwargs: Any) -> Tensor:
-        """``function`` of the arguments that the module takes."""
+        """Call ``function`` with the arguments that the module takes."""
         if len(leaves) == 2 and not self.arguments:
             kwargs["encoder_output"] = leaves.pop()
         return function(*leaves, *self.arguments, **kwargs)
 
 
 def _attention(**kwargs: Any) -> nn.Module:
-    how = {"num_gqa_groups": 2, "attention_dropout": 0.0, "init_method": nn.init.xavier_normal_}
-    return float8lab.MultiheadAttention(K, HEADS, qkv_format="bshd", **{**how, **kwargs})
+    defaults = {
+        "num_gqa_groups": 2, "attention_dropout": 0.0, "init_method": nn.init.xavier_normal_
+    }  # fmt: skip
+    return float8lab.MultiheadAttention(K, HEADS, qkv_format="bshd", **{**defaults, **kwargs})
 
 
 def _layer(**kwargs: Any) -> nn.Module:
-    how = {
+    defaults = {
         "num_gqa_groups": 2, "attention_dropout": 0.0, "hidden_dropout": 0.0,
         "attn_input_format": "bshd", "init_method": nn.init.xavier_normal_,
         "output_layer_init_method": nn.init.xavier_normal_,
     }  # fmt: skip
-    return float8lab.TransformerLayer(K, N, HEADS, **{**how, **kwargs})
+    return float8lab.TransformerLayer(K, N, HEADS, **{**defaults, **kwargs})
 
 
 _MLP = functools.partial(float8lab.LayerNormMLP, K, N)
@@ -107,22 +109,22 @@ ATTENTIONS = {
 }
 GEMMS = {**ONE_GEMM, **MLPS, **EXPERTS}
 FUSED_ATTENTION = Subject(functools.partial(_attention, fuse_qkv_params=True))
-ALL = {"high": None, **RECIPES}
+RECIPES_AND_HIGH = {"high": None, **RECIPES}
 DENSE = {**ONE_GEMM, **MLPS}
-BY_NAME = {**ALL, **OF_ATTENTION}
+RECIPES_BY_NAME = {**RECIPES_AND_HIGH, **ATTENTION_RECIPES}
 
 
-def some(*names: str) -> dict[str, Any]:
-    """Recipes by name."""
-    return {name: BY_NAME[name] for name in names}
+def recipes_named(*names: str) -> dict[str, Any]:
+    """The recipes of these names."""
+    return {name: RECIPES_BY_NAME[name] for name in names}
 
 
-FEW = some("delayed", "block")
+FEW_RECIPES = recipes_named("delayed", "block")
 HIGH_FPROP = float8lab.recipes.DelayedScaling(override_linear_precision=(True, False, False))
 
 
-def table(*groups: tuple[dict[str, Any], ...]) -> Any:
-    """``parametrize`` over the products of named subjects, recipes and perhaps ways."""
+def parametrize_combinations(*groups: tuple[dict[str, Any], ...]) -> Any:
+    """``parametrize`` over the combinations of named subjects, recipes and, if given, ways."""
     cases = [
         pytest.param(*values, id="-".join(names))
         for group in groups
@@ -134,7 +136,7 @@ def table(*groups: tuple[dict[str, Any], ...]) -> Any:
     return pytest.mark.parametrize(("subject", "recipe", "way")[: len(groups[0])], cases)
 
 
-each_subject = table((DENSE, RECIPES), ({**EXPERTS, **ATTENTIONS}, FEW))
+each_subject = parametrize_combinations((DENSE, RECIPES), ({**EXPERTS, **ATTENTIONS}, FEW_RECIPES))
 
 
 def autocast(recipe: Any) -> Any:
@@ -144,7 +146,7 @@ def autocast(recipe: Any) -> Any:
 def step(
     subject: Subject, run: Any, module: Any, data: list[Tensor], recipe: Any, **kwargs: Any
 ) -> list[Any]:
-    """Output, gradients of the inputs and those that the parameters have so far."""
+    """The output, the gradients of the inputs, and the accumulated gradients of the parameters."""
     leaves = [x.detach().requires_grad_() for x in data[:-1]]
     with autocast(recipe):
         y = subject.call(run, list(leaves), **kwargs)
@@ -153,15 +155,15 @@ def step(
     return [y.detach(), *(x.grad for x in leaves), *gradients]
 
 
-def same(got: list[Any], want: list[Any]) -> bool:
-    return all(a is b is None or torch.equal(a, b) for a, b in zip(got, want, strict=True))
+def all_equal(actual: list[Any], expected: list[Any]) -> bool:
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def _scales(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in states(module).items() if key.endswith("/scale")}
 
 
-def _of_weights(module: nn.Module) -> list[Precision]:
+def _weight_precisions(module: nn.Module) -> list[Precision]:
     owners = (m for m in module.modules() if not isinstance(m, float8lab.DotProductAttention))
     return [precision for owner in owners for _, precision in precisions(owner)]
 
@@ -175,44 +177,49 @@ WAYS: dict[str, Callable[[Any, int], Any]] = {
         module, is_first_microbatch=number == 0
     ),
 }
-"""What is called instead of the module in a step, by the step's number."""
-OF_CORE = {
+"""By name, a function of the module and the step's number; a step calls its result."""
+CORE_CHECKPOINT = {
     "of-core": lambda module, number: functools.partial(module, checkpoint_core_attention=True)
 }
-OFTEN = {name: way for name, way in WAYS.items() if name != "checkpoint"}
-"""Those that no other test has with every recipe."""
+WAYS_WITH_EVERY_RECIPE = {name: way for name, way in WAYS.items() if name != "checkpoint"}
+"""The ways that no other test runs with every recipe."""
 
 
-def check_way(subject: Subject, recipe: Any, way: Any, device: Any = "cpu") -> None:
-    """Three steps whose gradients add up equal steps of the module alone, state included."""
+def check_way_of_training(subject: Subject, recipe: Any, way: Any, device: Any = "cpu") -> None:
+    """Three steps with accumulated gradients equal plain steps of the module, with their state."""
     plain = subject.build(device)
     module = copy.deepcopy(plain)
-    for number in range(3):
-        data = subject.data(device, number + 1)
-        got = step(subject, way(module, number), module, data, recipe)
-        assert same(got, step(subject, plain, plain, data, recipe))
-        # A weight that a later microbatch does not cast has no amax, which keeps its scale.
+    for step_index in range(3):
+        data = subject.data(device, step_index + 1)
+        actual = step(subject, way(module, step_index), module, data, recipe)
+        assert all_equal(actual, step(subject, plain, plain, data, recipe))
+        # A later microbatch does not cast the weight, so it has no amax, and keeps its scale.
         state = _scales if way is WAYS["microbatches"] else states
         assert state(module) == state(plain)
     assert bool(states(plain)) == (recipe is not None and recipe.linear.delayed)
     if recipe is not None and way is WAYS["microbatches"]:
-        assert None not in [precision.weight_cast for precision in _of_weights(module)]
+        assert None not in [precision.weight_cast for precision in _weight_precisions(module)]
 
 
-@table(
-    (DENSE, ALL, OFTEN),
-    (EXPERTS, some("delayed", "rowwise", "block"), OFTEN),
-    (GEMMS, {**FEW, "delayed-backward": HIGH_FPROP}, {"checkpoint": WAYS["checkpoint"]}),
+@parametrize_combinations(
+    (DENSE, RECIPES_AND_HIGH, WAYS_WITH_EVERY_RECIPE),
+    (EXPERTS, recipes_named("delayed", "rowwise", "block"), WAYS_WITH_EVERY_RECIPE),
+    (GEMMS, {**FEW_RECIPES, "delayed-backward": HIGH_FPROP}, {"checkpoint": WAYS["checkpoint"]}),
 )
-def test_a_way_to_train_changes_nothing(subject: Subject, recipe: Any, way: Any) -> None:
-    check_way(subject, recipe, way)
+def test_checkpointing_and_microbatches_change_no_result(
+    subject: Subject, recipe: Any, way: Any
+) -> None:
+    check_way_of_training(subject, recipe, way)
 
 
 @pytest.mark.parametrize(
-    ("subject", "recipe", "way"), pairwise(ATTENTIONS, OF_ATTENTION, {**WAYS, **OF_CORE})
+    ("subject", "recipe", "way"),
+    pairwise(ATTENTIONS, ATTENTION_RECIPES, {**WAYS, **CORE_CHECKPOINT}),
 )
-def test_nor_around_attention(subject: Subject, recipe: Any, way: Any, device: Any) -> None:
-    check_way(subject, recipe, way, device)
+def test_checkpointing_and_microbatches_change_no_result_of_attention(
+    subject: Subject, recipe: Any, way: Any, device: Any
+) -> None:
+    check_way_of_training(subject, recipe, way, device)
 
 
 def check_accumulation(subject: Subject, recipe: Any, device: Any = "cpu") -> None:
@@ -224,83 +231,92 @@ def check_accumulation(subject: Subject, recipe: Any, device: Any = "cpu") -> No
         data = subject.data(device)
         accumulated = step(subject, module, module, data, recipe)
         separate.zero_grad()
-        alone = step(subject, separate, separate, data, recipe)
-        total = [one + other for one, other in zip(total, alone[count:], strict=True)]
-        assert same(accumulated, alone[:count] + total)
+        plain = step(subject, separate, separate, data, recipe)
+        total = [running + gradient for running, gradient in zip(total, plain[count:], strict=True)]
+        assert all_equal(accumulated, plain[:count] + total)
     assert states(module) == states(separate)
 
 
-@table(({"linear": ONE_GEMM["linear"]}, RECIPES), ({**MLPS, **EXPERTS}, FEW))
-def test_accumulated_gradients_add_up(subject: Subject, recipe: Any) -> None:
+@parametrize_combinations(
+    ({"linear": ONE_GEMM["linear"]}, RECIPES), ({**MLPS, **EXPERTS}, FEW_RECIPES)
+)
+def test_accumulated_gradients_are_the_sum_of_separate_ones(subject: Subject, recipe: Any) -> None:
     check_accumulation(subject, recipe)
 
 
-@table((ATTENTIONS, some("delayed-dpa", "block")))
-def test_and_those_of_attention(subject: Subject, recipe: Any, device: Any) -> None:
+@parametrize_combinations((ATTENTIONS, recipes_named("delayed-dpa", "block")))
+def test_accumulated_gradients_of_attention_are_the_sum_of_separate_ones(
+    subject: Subject, recipe: Any, device: Any
+) -> None:
     check_accumulation(subject, recipe, device)
 
 
 @each_subject
-def test_strides_do_not_matter(subject: Subject, recipe: Any) -> None:
+def test_strided_and_expanded_tensors_give_equal_results(subject: Subject, recipe: Any) -> None:
     module = subject.build()
     *leaves, dy = subject.data()
     strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in leaves]
     ones = torch.ones_like(dy)
-    *sliced, of_more = (torch.cat((x, x), -1)[..., : x.shape[-1]] for x in (*leaves, ones))
+    *sliced, sliced_dy = (torch.cat((x, x), -1)[..., : x.shape[-1]] for x in (*leaves, ones))
     expanded = torch.ones(()).expand_as(dy)
-    want, *results = (
+    expected, *results = (
         step(subject, twin, twin, data, recipe)
-        for data in ([*leaves, ones], [*strided, expanded], [*sliced, of_more])
+        for data in ([*leaves, ones], [*strided, expanded], [*sliced, sliced_dy])
         for twin in [copy.deepcopy(module)]
     )
-    assert all(same(got, want) for got in results)
+    assert all(all_equal(actual, expected) for actual in results)
 
 
-@table(
-    (DENSE, ALL),
-    (EXPERTS, some("high", "current", "rowwise", "block")),
-    ({"attention": FUSED_ATTENTION}, some("high", "current")),
+@parametrize_combinations(
+    (DENSE, RECIPES_AND_HIGH),
+    (EXPERTS, recipes_named("high", "current", "rowwise", "block")),
+    ({"attention": FUSED_ATTENTION}, recipes_named("high", "current")),
 )
-def test_main_grad_takes_the_weight_gradients(subject: Subject, recipe: Any) -> None:
-    """The 7s in it are overwritten by a first microbatch; Megatron's hooks see each gradient."""
+def test_main_grad_receives_the_weight_gradients(subject: Subject, recipe: Any) -> None:
+    """A first microbatch overwrites the 7s in ``main_grad``; Megatron's hooks see each gradient."""
     plain = subject.build()
     fused = [subject.build(fuse_wgrad_accumulation=True) for _ in range(2)]
     weights = []
     for module in fused:
         module.load_state_dict(plain.state_dict())
-        named = module.named_parameters()
-        weights.append({n: p for n, p in named if "weight" in n and "norm" not in n})
+        parameters = module.named_parameters()
+        weights.append({n: p for n, p in parameters if "weight" in n and "norm" not in n})
         for weight in weights[-1].values():
             weight.main_grad = torch.full(weight.shape, 7.0)
-    seen = hooked_as_by_megatron([*weights[1].values()], zero_out=recipe is None)
-    for number, is_first in enumerate((True, False, False, None)):
-        data = subject.data(scale=number + 1)
+    hook_calls = hooked_as_by_megatron([*weights[1].values()], zero_out=recipe is None)
+    for step_index, is_first in enumerate((True, False, False, None)):
+        data = subject.data(scale=step_index + 1)
         results = [
             step(subject, module, module, data, recipe, is_first_microbatch=is_first)
             for module in (plain, *fused)
         ]
         count = len(subject.inputs) + 1
-        assert same(results[0][:count], results[1][:count])
-        assert len(seen) == len(weights[1]) * (number + 1)
+        assert all_equal(results[0][:count], results[1][:count])
+        assert len(hook_calls) == len(weights[1]) * (step_index + 1)
     for name, parameter in plain.named_parameters():
-        for module, own in zip(fused, weights, strict=True):
-            mine = module.get_parameter(name)
-            assert torch.equal(mine.main_grad if name in own else mine.grad, parameter.grad)
-            assert name not in own or mine.grad is None
+        for module, names_of_weights in zip(fused, weights, strict=True):
+            fused_parameter = module.get_parameter(name)
+            assert torch.equal(
+                fused_parameter.main_grad if name in names_of_weights else fused_parameter.grad,
+                parameter.grad,
+            )
+            assert name not in names_of_weights or fused_parameter.grad is None
 
 
 @each_subject
-def test_no_tensor_is_two_arguments(subject: Subject, recipe: Any, monkeypatch: Any) -> None:
-    """Of what a GPU repeats without its Python: it could not tell that from two tensors."""
+def test_no_planned_function_gets_one_tensor_as_two_arguments(
+    subject: Subject, recipe: Any, monkeypatch: Any
+) -> None:
+    """A recorded plan could not distinguish one tensor in two arguments from two tensors."""
     calls = []
 
-    def watch(function: Callable[..., Any], *args: Any) -> Any:
+    def count_duplicates(function: Callable[..., Any], *args: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         calls.append(len(tensors) - len({id(tensor) for tensor in tensors}))
         return function(*args)
 
     for name in ("_fprop", "_gradients"):
-        monkeypatch.setattr(gemm, name, functools.partial(watch, getattr(gemm, name)))
+        monkeypatch.setattr(gemm, name, functools.partial(count_duplicates, getattr(gemm, name)))
     module = subject.build()
     step(subject, module, module, subject.data(), recipe)
     assert calls
@@ -308,7 +324,7 @@ def test_no_tensor_is_two_arguments(subject: Subject, recipe: Any, monkeypatch: 
 
 
 @each_subject
-def test_copies_and_a_saved_state_go_on_with_the_same_numbers(
+def test_copies_and_loaded_states_continue_with_equal_results(
     subject: Subject, recipe: Any
 ) -> None:
     module = subject.build()
@@ -320,14 +336,16 @@ def test_copies_and_a_saved_state_go_on_with_the_same_numbers(
     float8lab.nn.ScalingState(resumed, recipe).load_state_dict(state)
     data = subject.data(scale=3.0)
     copies = [copy.deepcopy(module), resumed]
-    for one in (module, *copies):
-        one.zero_grad()
-    want = step(subject, module, module, data, recipe)
-    assert all(same(step(subject, one, one, data, recipe), want) for one in copies)
+    for twin in (module, *copies):
+        twin.zero_grad()
+    expected = step(subject, module, module, data, recipe)
+    assert all(all_equal(step(subject, twin, twin, data, recipe), expected) for twin in copies)
 
 
 @each_subject
-def test_inference_mode_deepcopy_and_pickling(subject: Subject, recipe: Any, tmp_path: Any) -> None:
+def test_inference_mode_copies_and_pickles_give_equal_outputs(
+    subject: Subject, recipe: Any, tmp_path: Any
+) -> None:
     module = subject.build().eval()
     *leaves, _ = subject.data()
     with float8lab.autocast(recipe=recipe):
@@ -335,13 +353,13 @@ def test_inference_mode_deepcopy_and_pickling(subject: Subject, recipe: Any, tmp
         torch.save(module, tmp_path / "module.pt")
         loaded = torch.load(tmp_path / "module.pt", weights_only=False)
         with torch.inference_mode():
-            for one in (module, copy.deepcopy(module), loaded):
-                assert torch.equal(subject.call(one, list(leaves)), expected)
+            for twin in (module, copy.deepcopy(module), loaded):
+                assert torch.equal(subject.call(twin, list(leaves)), expected)
 
 
-@table((GEMMS, some("high", "delayed")))
-def test_a_forward_computes_a_parametrized_weight_once(subject: Subject, recipe: Any) -> None:
-    """Each time ``spectral_norm`` advances its estimate, and a recomputation must not."""
+@parametrize_combinations((GEMMS, recipes_named("high", "delayed")))
+def test_a_step_computes_a_parametrized_weight_once(subject: Subject, recipe: Any) -> None:
+    """Each computation advances ``spectral_norm``'s estimate, so a recompute must not repeat it."""
     module = subject.build()
     weights = [name for name, parameter in module.named_parameters() if parameter.ndim > 1]
     normed = [
@@ -355,7 +373,9 @@ def test_a_forward_computes_a_parametrized_weight_once(subject: Subject, recipe:
 
 
 @each_subject
-def test_other_derivatives_are_refused(subject: Subject, recipe: Any) -> None:
+def test_second_and_batched_derivatives_and_torch_func_are_refused(
+    subject: Subject, recipe: Any
+) -> None:
     module, leaves = subject.build(), [x.requires_grad_() for x in subject.data()[:-1]]
 
     def run(*leaves: Tensor) -> Tensor:
@@ -377,34 +397,34 @@ def test_other_derivatives_are_refused(subject: Subject, recipe: Any) -> None:
 
 @pytest.mark.parametrize("subject", GEMMS.values(), ids=GEMMS)
 def test_float64_stays_in_high_precision(subject: Subject) -> None:
-    """Under this library's autocast and under torch's."""
+    """Float64 stays under both float8lab's and torch's autocast."""
     module = subject.build(params_dtype=torch.float64)
     data = [x.double() for x in subject.data()]
     with float8lab.count_gemms() as counts:
-        got = step(subject, module, module, data, RECIPES["current"])
+        actual = step(subject, module, module, data, RECIPES["current"])
     assert (counts.fp8, counts.high_precision > 0) == (0, True)
     for enabled in (False, True):
         module.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled):
-            want = step(subject, module, module, data, None)
-        for one, other in zip(got, want, strict=True):
-            assert one.dtype == torch.float64
-            assert torch.equal(one, other)
+            expected = step(subject, module, module, data, None)
+        for tensor, expected_tensor in zip(actual, expected, strict=True):
+            assert tensor.dtype == torch.float64
+            assert torch.equal(tensor, expected_tensor)
 
 
 ROPE = {"rotary_pos_emb": float8lab.RotaryPositionEmbedding(K // HEADS, device="cpu")(6)}
-ALL_RETURNED = {"return_layernorm_output": True, "return_bias": True}
+RETURN_ALL = {"return_layernorm_output": True, "return_bias": True}
 SPLITS_TENSOR = EXPERTS["grouped"]._replace(arguments=(torch.tensor(SPLITS),))
 DEFAULT_LAYER = Subject(functools.partial(_layer, num_gqa_groups=None))
 NO_BIAS = {"bias": False}
 ENCODER = ATTENTIONS["encoder"]
 ENCODER = ENCODER._replace(make=functools.partial(ENCODER.make, bias=False))
 COMPILED: dict[str, tuple[Subject, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
-    "norm-linear": (ONE_GEMM["norm-linear"], ALL_RETURNED, ("current",), ()),
-    "mlp-rms-gated": (MLPS["mlp-rms-gated"], ALL_RETURNED, ("block",), ()),
-    # Each of the slow ones is compiled quickly in test_compile.py.
+    "norm-linear": (ONE_GEMM["norm-linear"], RETURN_ALL, ("current",), ()),
+    "mlp-rms-gated": (MLPS["mlp-rms-gated"], RETURN_ALL, ("block",), ()),
+    # Quick tests in test_compile.py cover each of the slow recipes.
     "mlp-checkpoint": (
-        MLPS["mlp-checkpoint"], ALL_RETURNED, ("mx", "high"),
+        MLPS["mlp-checkpoint"], RETURN_ALL, ("mx", "high"),
         ("current", "rowwise", "block", "nvfp4"),
     ),
     "grouped": (SPLITS_TENSOR, {}, ("high",), ()),
@@ -413,11 +433,11 @@ COMPILED: dict[str, tuple[Subject, dict[str, Any], tuple[str, ...], tuple[str, .
     "attention": (ATTENTIONS["attention"], {}, ("delayed-dpa",), ()),
     "cross-attention": (ATTENTIONS["cross-attention"], {}, (), ("current",)),
     "decoder": (ATTENTIONS["decoder"], {}, ("block",), ("delayed",)),
-    # And these in the tests of the layer's parts.
+    # Quick tests of the layer's parts cover these.
     "encoder": (ENCODER, ROPE, (), ("block", "current-dpa", "delayed")),
     "layer": (DEFAULT_LAYER, ROPE, ("delayed-dpa",), ("current", "rowwise", "mx")),
 }  # fmt: skip
-"""Subjects, what they are made or called with, and recipes: quick ones and slow ones."""
+"""Subjects, their options (of the constructor; ROPE of the call), quick and slow recipes."""
 
 
 def each_compiled(*labels: str) -> Any:
@@ -433,12 +453,17 @@ def each_compiled(*labels: str) -> Any:
 
 
 def check_compiled(label: str, name: str, device: Any = "cpu") -> None:
-    """In two steps: the second has scales that the first one's amaxes made, and other lengths."""
+    """Two compiled steps equal eager ones.
+
+    The second step has another length, and delayed scales from the amaxes of the first.
+    """
     torch._dynamo.reset()
-    subject, how, *_ = COMPILED[label]
-    recipe = BY_NAME[name]
-    made, called = ({}, {n: t.to(device) for n, t in how.items()}) if how is ROPE else (how, {})
-    module = subject.build(device, **made)
+    subject, options, *_ = COMPILED[label]
+    recipe = RECIPES_BY_NAME[name]
+    constructor_options, call_options = (
+        ({}, {n: t.to(device) for n, t in options.items()}) if options is ROPE else (options, {})
+    )
+    module = subject.build(device, **constructor_options)
     plain = copy.deepcopy(module)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     for tokens in (5, 9):
@@ -449,21 +474,23 @@ def check_compiled(label: str, name: str, device: Any = "cpu") -> None:
         for run, owner in ((compiled, module), (plain, plain)):
             leaves = [x.clone().requires_grad_() for x in inputs]
             with autocast(recipe):
-                y = subject.call(run, list(leaves), **called)
+                y = subject.call(run, list(leaves), **call_options)
             outputs = [t for t in (y if isinstance(y, tuple) else (y,)) if t is not None]
             sum(t.square().sum() for t in outputs).backward()
             gradients = [x.grad for x in (*leaves, *owner.parameters())]
             results.append([*(t.detach() for t in outputs), *gradients])
-        assert same(*results)
+        assert all_equal(*results)
         assert states(module) == states(plain)
     torch._dynamo.reset()
 
 
 @each_compiled(*(label for label in COMPILED if label in GEMMS))
-def test_compiles_without_breaks_and_equals_eager(label: str, name: str) -> None:
+def test_modules_compile_without_graph_breaks_and_equal_eager(label: str, name: str) -> None:
     check_compiled(label, name)
 
 
 @each_compiled(*(label for label in COMPILED if label not in GEMMS))
-def test_so_does_attention(label: str, name: str, device: Any) -> None:
+def test_attention_modules_compile_without_graph_breaks_and_equal_eager(
+    label: str, name: str, device: Any
+) -> None:
     check_compiled(label, name, device)

@@ -1,4 +1,4 @@
-"""Modules move between devices and dtypes: FP8 parameters, delayed state, the meta device."""
+"""Modules that move between devices and dtypes: FP8 parameters, delayed state, the meta device."""
 
 import copy
 import weakref
@@ -24,26 +24,26 @@ MODULES = {
     ),
     "transformer": lambda **k: float8lab.TransformerLayer(16, 32, 2, output_layernorm=True, **k),
 }
-each_stored = pytest.mark.parametrize("name", ["linear", "norm-linear", "mlp"])
+each_with_fp8_parameters = pytest.mark.parametrize("name", ["linear", "norm-linear", "mlp"])
 
 
-def made(name, *, fp8=True, device="cpu"):
+def build(name, *, fp8=True, device="cpu"):
     torch.manual_seed(3)
     with float8lab.fp8_model_init(enabled=fp8):
         return MODULES[name](device=device)
 
 
-def stored(module):
-    found = {n: p for n, p in module.named_parameters() if isinstance(p, Float8Tensor)}
-    assert found
-    return found
+def fp8_parameters(module):
+    parameters = {n: p for n, p in module.named_parameters() if isinstance(p, Float8Tensor)}
+    assert parameters
+    return parameters
 
 
-def image(module):
-    """The bytes of a module's FP8 parameters."""
+def fp8_bytes(module):
+    """The bytes of a module's FP8 parameters, by name."""
     return {
         name: [t.contiguous().view(torch.uint8).tolist() for t in (p.qdata, p.scale, p.amax)]
-        for name, p in stored(module).items()
+        for name, p in fp8_parameters(module).items()
     }
 
 
@@ -55,32 +55,36 @@ GPU = pytest.param(lambda m: m.cuda(), marks=pytest.mark.gpu, id="cuda")
 
 
 @pytest.mark.parametrize("move", [*(pytest.param(f, id=n) for n, f in MOVES.items()), GPU])
-@each_stored
+@each_with_fp8_parameters
 def test_fp8_parameters_keep_identity_attributes_and_hooks(name, move):
-    module, seen = made(name), []
-    before, order = stored(module), [n for n, _ in module.named_parameters()]
+    module, hook_calls = build(name), []
+    before, order = fp8_parameters(module), [n for n, _ in module.named_parameters()]
     for key, p in before.items():
         p.main_grad = p.marker = object()
-        p.register_hook(lambda g, key=key: seen.append((key, g.dtype)))
-        p.register_post_accumulate_grad_hook(lambda p, key=key: seen.append((key, p.grad.dtype)))
-    watched = [weakref.ref(p) for p in before.values()]
+        p.register_hook(lambda g, key=key: hook_calls.append((key, g.dtype)))
+        p.register_post_accumulate_grad_hook(
+            lambda p, key=key: hook_calls.append((key, p.grad.dtype))
+        )
+    references = [weakref.ref(p) for p in before.values()]
     x = torch.randn(4, 16)
     module(x).sum().backward()
-    seen.clear()
+    hook_calls.clear()
     move(nn.Sequential(module))
-    after = stored(module)
+    after = fp8_parameters(module)
     assert [n for n, _ in module.named_parameters()] == order
     for key, p in after.items():
         assert p is before[key]
         assert p.main_grad is p.marker
         assert (p.grad.dtype, p.grad.device) == (p.dtype, p.device) == (p.dtype, p.qdata.device)
-    assert all(ref() is not None for ref in watched)
-    kind = next(iter(after.values()))
-    module(x.to(kind)).sum().backward()
-    assert sorted(seen, key=str) == sorted(2 * [(k, p.dtype) for k, p in after.items()], key=str)
+    assert all(ref() is not None for ref in references)
+    first_parameter = next(iter(after.values()))
+    module(x.to(first_parameter)).sum().backward()
+    assert sorted(hook_calls, key=str) == sorted(
+        2 * [(k, p.dtype) for k, p in after.items()], key=str
+    )
 
 
-def test_converted_layers_of_other_libraries_and_tied_weights_keep_them_too():
+def test_tied_weights_frozen_in_fp8_keep_identity_and_attributes():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     model[1].weight = model[0].weight
     float8lab.convert_to_float8(model, freeze_weights=True)
@@ -91,11 +95,11 @@ def test_converted_layers_of_other_libraries_and_tied_weights_keep_them_too():
     assert (weight.dtype, weight.marker) == (torch.bfloat16, 1)
 
 
-@each_stored
-def test_double_is_one_dtype_for_all_and_float_brings_the_bytes_back(name):
-    module = made(name)
-    before, x = image(module), torch.randn(4, 16, dtype=torch.float64)
-    plain = made(name, fp8=False).double()
+@each_with_fp8_parameters
+def test_double_and_back_to_float_restores_the_fp8_bytes(name):
+    module = build(name)
+    before, x = fp8_bytes(module), torch.randn(4, 16, dtype=torch.float64)
+    high_precision = build(name, fp8=False).double()
     module.double()
     for key, p in module.named_parameters():
         assert p.dtype == torch.float64
@@ -103,23 +107,23 @@ def test_double_is_one_dtype_for_all_and_float_brings_the_bytes_back(name):
         if isinstance(p, Float8Tensor):
             value = value.dequantize()
             assert torch.equal(value, p.qdata.double() * p.scale.double())
-        plain.get_parameter(key).data.copy_(value)
+        high_precision.get_parameter(key).data.copy_(value)
     with float8lab.fallback("error"), float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
-        results = [module(x), plain(x)]
+        results = [module(x), high_precision(x)]
     assert torch.equal(*results)
     assert results[0].dtype == torch.float64
     for y in results:
         y.square().sum().backward()
     for key, p in module.named_parameters():
-        assert torch.equal(p.grad, plain.get_parameter(key).grad)
-    assert image(copy.deepcopy(module).float()) == image(module) == before
+        assert torch.equal(p.grad, high_precision.get_parameter(key).grad)
+    assert fp8_bytes(copy.deepcopy(module).float()) == fp8_bytes(module) == before
     assert {p.dtype for p in copy.deepcopy(module).float().parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("name", ["linear", "mlp", "attention"])
-def test_delayed_state_is_new_after_the_meta_device(name):
+def test_delayed_state_starts_fresh_after_the_meta_device(name):
     recipe = recipes.DelayedScaling(fp8_dpa=True)
-    module, fresh = made(name, fp8=False), made(name, fp8=False)
+    module, fresh = build(name, fp8=False), build(name, fp8=False)
     x = torch.randn(4, 2, 16)
     with float8lab.autocast(recipe=recipe):
         module(x)
@@ -134,25 +138,33 @@ def test_delayed_state_is_new_after_the_meta_device(name):
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "stored"])
 @pytest.mark.parametrize("name", MODULES)
 def test_reset_parameters_materializes_a_module_on_meta(name, fp8):
-    module = made(name, fp8=fp8, device="meta")
+    module = build(name, fp8=fp8, device="meta")
     assert all(p.is_meta for p in module.parameters())
     module.reset_parameters()
-    expected = made(name, fp8=fp8, device=None)
+    expected = build(name, fp8=fp8, device=None)
     torch.manual_seed(3)
     module.reset_parameters()
-    for (key, p), other in zip(module.named_parameters(), expected.parameters(), strict=True):
-        assert p.device == other.device, key
-        assert type(p) is type(other)
-        assert (p.dtype, p.requires_grad) == (other.dtype, other.requires_grad)
-        p, other = (t.detach().dequantize() if t.dtype.is_floating_point else t for t in (p, other))
-        assert torch.equal(p, other)
+    for (key, p), expected_parameter in zip(
+        module.named_parameters(), expected.parameters(), strict=True
+    ):
+        assert p.device == expected_parameter.device, key
+        assert type(p) is type(expected_parameter)
+        assert (p.dtype, p.requires_grad) == (
+            expected_parameter.dtype,
+            expected_parameter.requires_grad,
+        )
+        p, expected_parameter = (
+            t.detach().dequantize() if t.dtype.is_floating_point else t
+            for t in (p, expected_parameter)
+        )
+        assert torch.equal(p, expected_parameter)
     with torch.device("meta"):
-        again = MODULES[name]()
-        again.reset_parameters()
-    assert all(p.is_meta for p in again.parameters())
+        on_meta = MODULES[name]()
+        on_meta.reset_parameters()
+    assert all(p.is_meta for p in on_meta.parameters())
 
 
-def test_reset_parameters_materializes_converted_layers_and_leaves_others_where_they_are():
+def test_reset_parameters_materializes_only_parameters_on_meta():
     with torch.device("meta"):
         layer = nn.Linear(16, 16)
     float8lab.convert_to_float8(layer)
@@ -166,7 +178,7 @@ def test_reset_parameters_materializes_converted_layers_and_leaves_others_where_
     assert weight.device.type == "cpu"
 
 
-def test_a_module_that_keeps_a_cast_lets_torch_swap_its_parameters():
+def test_torch_can_swap_the_parameters_of_a_module_with_a_kept_cast():
     layer = float8lab.Linear(16, 32, device="cpu")
     with float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
         layer(torch.ones(2, 16), is_first_microbatch=True).sum().backward()

@@ -1,4 +1,4 @@
-"""The module that CONTRIBUTING.md adds as an example is two linear layers, bit for bit."""
+"""The example module of CONTRIBUTING.md equals two linear layers bit for bit."""
 
 import copy
 
@@ -11,7 +11,7 @@ from tests.contributing import example
 
 
 @pytest.mark.parametrize("recipe", [None, *recipes.ALL.values()], ids=["high", *recipes.ALL])
-def test_the_module_of_the_page_is_two_linear_layers(recipe: recipes.Recipe | None) -> None:
+def test_the_example_module_equals_two_linear_layers(recipe: recipes.Recipe | None) -> None:
     module = example("How to add a module", "GatedLinear")(96, 80, device="cpu")
     assert list(module.state_dict()) == ["gate_weight", "up_weight"]
     layers = [float8lab.Linear(96, 80, bias=False, device="cpu") for _ in range(2)]
@@ -31,12 +31,12 @@ def test_the_module_of_the_page_is_two_linear_layers(recipe: recipes.Recipe | No
             with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
                 y = run(leaf)
             results.append([y.detach(), *torch.autograd.grad(y, [leaf, *parameters], dy)])
-        for one, *others in zip(*results, strict=True):
-            assert all(torch.equal(one, other) for other in others)
+        for tensor, *other_tensors in zip(*results, strict=True):
+            assert all(torch.equal(tensor, other_tensor) for other_tensor in other_tensors)
         x = x * 1.5
 
 
-def test_its_weights_are_stored_in_fp8() -> None:
+def test_the_example_module_stores_and_trains_its_weights_in_fp8() -> None:
     recipe = recipes.Float8CurrentScaling()
     with float8lab.fp8_model_init(recipe=recipe):
         module = example("How to add a module", "GatedLinear")(96, 80, device="cpu")

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: torch's numbers with every gradient, any shape, in any dtype."""
+"""LayerNorm and RMSNorm equal torch's, with every gradient, in any shape and dtype."""
 
 import copy
 from typing import Any
@@ -19,7 +19,7 @@ SHAPES |= {"empty": ((0,), 16), "long": ((3,), 9001)}
 DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
 
-def made(norm: Any, size: Any, **kwargs: Any) -> Any:
+def build_norm(norm: Any, size: Any, **kwargs: Any) -> Any:
     module = norm(size, **kwargs)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -27,8 +27,8 @@ def made(norm: Any, size: Any, **kwargs: Any) -> Any:
     return module
 
 
-def exact(module: Any, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
-    """Output, dx and the parameters' gradients in float64."""
+def float64_run(module: Any, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    """The output, dx and the gradients of the parameters in float64."""
     p = [v.detach().double().requires_grad_() for v in module.parameters()]
     x = x.detach().double().requires_grad_()
     gamma = p[0] + 1.0 if module.zero_centered_gamma else p[0]
@@ -52,37 +52,42 @@ def run(module: Any, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
     ("norm", "size", "zero_centered", "dtype"),
     pairs_first(NORMS, SHAPES, {"": False, "zero-centered": True}, DTYPES),
 )
-def test_output_and_every_gradient(
+def test_output_and_every_gradient_are_near_float64(
     norm: Any, size: tuple[Any, int], zero_centered: bool, dtype: torch.dtype, device: Any
 ) -> None:
     shape, K = size
-    module = made(norm, K, zero_centered_gamma=zero_centered, params_dtype=dtype, device=device)
+    module = build_norm(
+        norm, K, zero_centered_gamma=zero_centered, params_dtype=dtype, device=device
+    )
     x = (torch.randn(*shape, K, device=device) * 3 + 1).to(dtype)
     dy = torch.randn(*shape, K, device=device).to(dtype)
-    got, want = run(module, x, dy), exact(module, x, dy)
-    # One rounding to the dtype; before it, float32 sums of K or M terms. Those of dx may cancel
-    # altogether, as they do for one feature: their size is that of dy * gamma * rstd.
-    eps, wide = torch.finfo(dtype).eps, x.double()
-    center = wide.mean(-1, keepdim=True) if isinstance(module, nn.LayerNorm) else 0.0
-    rstd = ((wide - center).square().mean(-1) + module.eps).rsqrt()
+    actual, expected = run(module, x, dy), float64_run(module, x, dy)
+    # The tolerance covers one rounding to the dtype, and float32 sums of K or M terms before it.
+    # The terms of dx may cancel completely, as they do for a single feature, so their size is taken
+    # from dy * gamma * rstd.
+    eps, x64 = torch.finfo(dtype).eps, x.double()
+    center = x64.mean(-1, keepdim=True) if isinstance(module, nn.LayerNorm) else 0.0
+    rstd = ((x64 - center).square().mean(-1) + module.eps).rsqrt()
     gamma = module.weight.double() + (1.0 if zero_centered else 0.0)
-    of_dy = dy.abs().max() if dy.numel() else torch.zeros(())
-    of_dx = of_dy * gamma.abs().max() * rstd.max() if dy.numel() else of_dy
-    for i, (one, other) in enumerate(zip(got, want, strict=True)):
-        assert one.dtype == dtype
-        assert one.shape == other.shape
-        if other.numel():
-            size = max(other.abs().max(), of_dx if i == 1 else of_dy)
+    dy_size = dy.abs().max() if dy.numel() else torch.zeros(())
+    dx_size = dy_size * gamma.abs().max() * rstd.max() if dy.numel() else dy_size
+    for i, (tensor, expected_tensor) in enumerate(zip(actual, expected, strict=True)):
+        assert tensor.dtype == dtype
+        assert tensor.shape == expected_tensor.shape
+        if expected_tensor.numel():
+            size = max(expected_tensor.abs().max(), dx_size if i == 1 else dy_size)
             arithmetic = (1e-5 if dtype != torch.float64 else 1e-12) * size
-            assert bool(((one - other).abs() <= eps * other.abs() + arithmetic).all())
+            assert bool(
+                ((tensor - expected_tensor).abs() <= eps * expected_tensor.abs() + arithmetic).all()
+            )
 
 
 @each_norm
-def test_is_torchs_module_and_loads_its_checkpoints(norm: Any) -> None:
+def test_norms_are_torch_modules_and_load_their_state_dicts(norm: Any) -> None:
     plain = (nn.LayerNorm if norm is float8lab.LayerNorm else nn.RMSNorm)(24, eps=1e-5)
     module = norm(24, device="cpu")
     assert isinstance(module, type(plain))
-    plain.load_state_dict(made(norm, 24, device="cpu").state_dict(), strict=True)
+    plain.load_state_dict(build_norm(norm, 24, device="cpu").state_dict(), strict=True)
     module.load_state_dict(plain.state_dict(), strict=True)
     x = torch.randn(5, 24)
     torch.testing.assert_close(module(x), plain(x), rtol=1e-5, atol=1e-5)
@@ -90,7 +95,7 @@ def test_is_torchs_module_and_loads_its_checkpoints(norm: Any) -> None:
 
 
 @each_norm
-def test_under_torch_autocast_the_output_has_its_dtype(norm: Any) -> None:
+def test_the_output_has_the_dtype_of_torch_autocast(norm: Any) -> None:
     module = norm(24, device="cpu")
     x = torch.randn(5, 24, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -99,15 +104,18 @@ def test_under_torch_autocast_the_output_has_its_dtype(norm: Any) -> None:
     assert torch.equal(y, module(x).bfloat16())
     y.sum().backward()
     assert x.grad.dtype == module.weight.grad.dtype == torch.float32
-    wide, data = made(norm, 24, params_dtype=torch.float64, device="cpu"), torch.randn(2, 5, 24)
-    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 alone
+    wide, data = (
+        build_norm(norm, 24, params_dtype=torch.float64, device="cpu"),
+        torch.randn(2, 5, 24),
+    )
+    with torch.autocast("cpu", torch.bfloat16):  # leaves float64 unchanged
         results = run(wide, *data.double())
     assert all(map(torch.equal, results, run(wide, *data.double())))
 
 
 @each_norm
-def test_strides_do_not_matter(norm: Any) -> None:
-    module = made(norm, 24, device="cpu")
+def test_strided_and_expanded_tensors_give_equal_results(norm: Any) -> None:
+    module = build_norm(norm, 24, device="cpu")
     x, dy = torch.randn(6, 20, 24), torch.ones(6, 20, 24)
     strided = x.transpose(0, 1).contiguous().transpose(0, 1)
     first = run(module, x, dy)
@@ -116,23 +124,23 @@ def test_strides_do_not_matter(norm: Any) -> None:
 
 
 @each_norm
-def test_an_output_is_no_view_and_may_be_written(norm: Any) -> None:
+def test_outputs_are_no_views_and_may_be_modified_in_place(norm: Any) -> None:
     x = torch.randn(2, 5, 24, requires_grad=True)
-    y = made(norm, 24, device="cpu")(x)
+    y = build_norm(norm, 24, device="cpu")(x)
     assert not y._is_view()
     y.add_(1.0).sum().backward()
     assert x.grad is not None
 
 
 @each_norm
-def test_the_input_is_all_that_is_saved(norm: Any) -> None:
+def test_only_the_input_and_statistics_are_saved_for_backward(norm: Any) -> None:
     x = torch.randn(512, 64, requires_grad=True)
-    assert saved_bytes(norm(64, device="cpu"), x) <= x.nbytes + 2 * 4 * 512  # and statistics
+    assert saved_bytes(norm(64, device="cpu"), x) <= x.nbytes + 2 * 4 * 512  # with statistics
 
 
 @each_norm
-def test_a_frozen_norm_gives_the_inputs_gradient_only(norm: Any) -> None:
-    module = made(norm, 24, device="cpu").requires_grad_(False)
+def test_a_frozen_norm_computes_only_the_gradient_of_the_input(norm: Any) -> None:
+    module = build_norm(norm, 24, device="cpu").requires_grad_(False)
     x = torch.randn(5, 24, requires_grad=True)
     module(x).sum().backward()
     assert x.grad is not None
@@ -141,8 +149,8 @@ def test_a_frozen_norm_gives_the_inputs_gradient_only(norm: Any) -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @each_norm
-def test_compiles_and_equals_eager(norm: Any) -> None:
-    eager = made(norm, 24, zero_centered_gamma=True, device="cpu")
+def test_compiled_norms_equal_eager(norm: Any) -> None:
+    eager = build_norm(norm, 24, zero_centered_gamma=True, device="cpu")
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for tokens in (5, 9):
@@ -151,8 +159,8 @@ def test_compiles_and_equals_eager(norm: Any) -> None:
         model.zero_grad()
         y = compiled(leaf)
         y.backward(dy)
-        got = [y.detach(), leaf.grad, *(p.grad for p in model.parameters())]
-        assert all(torch.equal(a, b) for a, b in zip(got, run(eager, x, dy), strict=True))
+        actual = [y.detach(), leaf.grad, *(p.grad for p in model.parameters())]
+        assert all(torch.equal(a, b) for a, b in zip(actual, run(eager, x, dy), strict=True))
 
 
 @each_norm
@@ -167,7 +175,7 @@ def test_wrong_arguments_are_refused(norm: Any) -> None:
         norm(8, device="cpu")(torch.ones(2, 7))
 
 
-def test_convert_norms_changes_what_it_can_in_place(device: Any) -> None:
+def test_convert_norms_converts_in_place_and_names_reasons_for_the_rest(device: Any) -> None:
     class Own(nn.LayerNorm):
         pass
 
@@ -189,7 +197,7 @@ def test_convert_norms_changes_what_it_can_in_place(device: Any) -> None:
     model.load_state_dict(plain.state_dict())
     for name in ("layer", "rms"):
         x, dy = torch.randn(2, 2, 3, 5, device=device)
-        for got, want in zip(run(model[name], x, dy), run(plain[name], x, dy), strict=True):
-            assert (got - want).norm() <= 1e-6 * want.norm()
+        for actual, expected in zip(run(model[name], x, dy), run(plain[name], x, dy), strict=True):
+            assert (actual - expected).norm() <= 1e-6 * expected.norm()
         assert copy.deepcopy(model[name])(x).shape == x.shape
     assert float8lab.nn.convert_norms(model).keys() == {"eps", "bias", "weight", "own"}

@@ -1,4 +1,4 @@
-"""Each parameter of each constructor does what it says; the list is in parameters.py."""
+"""Each parameter of each constructor has its documented effect; parameters.py lists them."""
 
 import copy
 import inspect
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import float8lab
 from float8lab import recipes
-from tests.nn.composition import exact, perturb, sqnr, step
+from tests.nn.composition import float64_step, perturb, sqnr, step
 from tests.nn.parameters import PARAMETERS, REQUIRED
 
 CASES = [(module, name) for module, names in PARAMETERS.items() for name in names]
@@ -19,7 +19,7 @@ FUSED = ("LayerNormLinear", "LayerNormMLP")
 
 
 def make(module: str, **kwargs: Any) -> Any:
-    """A small one; sizes and device unless given."""
+    """A small module on the CPU; ``kwargs`` override its sizes and device."""
     sizes: dict[str, Any] = {}
     if module == "LayerNormLinear":
         sizes = {"in_features": 16, "out_features": 24}
@@ -40,20 +40,20 @@ def gamma_of(layer: Any) -> Tensor:
 
 
 def same_function(a: Any, b: Any) -> bool:
-    """Whether two modules, given the same parameters, compute the same, gradients included."""
+    """Whether two modules with the same parameters compute equal outputs and gradients."""
     perturb(a)
     b.load_state_dict(a.state_dict())
     x = torch.randn(4, 16)
     results = [step(m, x, [torch.ones_like(m(x))]) for m in (a, b)]
     return all(
         torch.equal(p, q)
-        for mine, theirs in zip(*results, strict=True)
-        for p, q in zip(mine, theirs, strict=True)
+        for tensors, other_tensors in zip(*results, strict=True)
+        for p, q in zip(tensors, other_tensors, strict=True)
     )
 
 
 EFFECTS: dict[str, Callable[[str], None]] = {}
-"""What to check of a parameter, given the module's name."""
+"""The check of each parameter, by its name; a check takes the name of a module."""
 
 
 def effect(function: Callable[[str], None]) -> Callable[[str], None]:
@@ -104,7 +104,9 @@ def eps(module: str) -> None:
     if module in FUSED:
         layer = make(module, eps=0.5)
         dy = torch.ones_like(layer(x))
-        torch.testing.assert_close(layer(x).double(), exact(layer, x, dy)[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            layer(x).double(), float64_step(layer, x, dy)[0], rtol=1e-4, atol=1e-5
+        )
 
 
 @effect
@@ -166,8 +168,8 @@ def normalization(module: str) -> None:
     x = torch.randn(3, 16) + 5
     for kind in ("LayerNorm", "RMSNorm"):
         layer = make(module, normalization=kind)
-        want, _ = exact(layer, x, torch.ones_like(layer(x)))
-        torch.testing.assert_close(layer(x).double(), want, rtol=1e-4, atol=1e-5)
+        expected, _ = float64_step(layer, x, torch.ones_like(layer(x)))
+        torch.testing.assert_close(layer(x).double(), expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="normalization must be 'LayerNorm' or 'RMSNorm'; got"):
         make(module, normalization="BatchNorm")
 
@@ -193,10 +195,10 @@ def get_rng_state_tracker(module: str) -> None:
     tracker = float8lab.CudaRNGStatesTracker(device="cpu")
     tracker.add("model-parallel-rng", 5)
     before = torch.get_rng_state()
-    found = gemm_weights(make(module, get_rng_state_tracker=lambda: tracker))
+    weights = gemm_weights(make(module, get_rng_state_tracker=lambda: tracker))
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(5)
-    assert all(map(torch.equal, found, gemm_weights(make(module))))
+    assert all(map(torch.equal, weights, gemm_weights(make(module))))
     with pytest.raises(TypeError, match=r"^get_rng_state_tracker must be"):
         make(module, get_rng_state_tracker=tracker)
 
@@ -205,10 +207,12 @@ def get_rng_state_tracker(module: str) -> None:
 def rng_tracker_name(module: str) -> None:
     tracker = float8lab.CudaRNGStatesTracker(device="cpu")
     tracker.add("experts", 5)
-    named = {"get_rng_state_tracker": lambda: tracker, "rng_tracker_name": "experts"}
-    found = gemm_weights(copy.deepcopy(make(module, init_method=nn.init.uniform_, **named)))
+    tracker_options = {"get_rng_state_tracker": lambda: tracker, "rng_tracker_name": "experts"}
+    weights = gemm_weights(
+        copy.deepcopy(make(module, init_method=nn.init.uniform_, **tracker_options))
+    )
     torch.manual_seed(5)
-    assert torch.equal(found[0], gemm_weights(make(module, init_method=nn.init.uniform_))[0])
+    assert torch.equal(weights[0], gemm_weights(make(module, init_method=nn.init.uniform_))[0])
     assert same_function(make(module, rng_tracker_name="experts"), make(module))
     with pytest.raises(TypeError, match=r"^rng_tracker_name must be"):
         make(module, rng_tracker_name=1)
@@ -232,9 +236,9 @@ def return_layernorm_output(module: str) -> None:
 @effect
 def return_layernorm_output_gathered(module: str) -> None:
     both = {"return_layernorm_output": True, "return_layernorm_output_gathered": True}
-    assert len(make(module, **both)(torch.ones(2, 16))) == 2  # one rank: gathered already
-    alone = make(module, return_layernorm_output_gathered=True)
-    assert isinstance(alone(torch.ones(2, 16)), Tensor)  # ignored, as documented
+    assert len(make(module, **both)(torch.ones(2, 16))) == 2  # with one rank it is gathered already
+    gathered_only = make(module, return_layernorm_output_gathered=True)
+    assert isinstance(gathered_only(torch.ones(2, 16)), Tensor)  # ignored, as documented
 
 
 @effect
@@ -247,14 +251,14 @@ def tp_group(module: str) -> None:
 def tp_size(module: str) -> None:
     column = {"parallel_mode": "column"} if module == "LayerNormLinear" else {}
     mode = column or {"set_parallel_mode": True}
-    part, whole = make(module, tp_size=2, **mode), make(module)
+    sharded, unsharded = make(module, tp_size=2, **mode), make(module)
     name = "weight" if column else "fc1_weight"
-    assert 2 * len(getattr(part, name)) == len(getattr(whole, name))
+    assert 2 * len(getattr(sharded, name)) == len(getattr(unsharded, name))
     with pytest.raises(RuntimeError, match="tp_group must be set before the first call"):
-        part(torch.ones(2, 16))
+        sharded(torch.ones(2, 16))
     with pytest.raises(ValueError, match="must be a multiple of the 5 tensor-parallel ranks"):
         make(module, tp_size=5, **mode)
-    assert same_function(make(module, tp_size=1), whole)
+    assert same_function(make(module, tp_size=1), unsharded)
 
 
 @effect
@@ -275,15 +279,15 @@ def set_parallel_mode(module: str) -> None:
 
 @effect
 def fuse_wgrad_accumulation(module: str) -> None:
-    for wanted in (True, False):
-        layer = make(module, fuse_wgrad_accumulation=wanted)
+    for enabled in (True, False):
+        layer = make(module, fuse_wgrad_accumulation=enabled)
         for weight in gemm_weights(layer):
             weight.main_grad = torch.zeros_like(weight)
         with float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
             layer(torch.randn(4, 16)).square().sum().backward()
         for weight in gemm_weights(layer):
-            assert (weight.grad is None) is wanted
-            assert bool(weight.main_grad.any()) is wanted
+            assert (weight.grad is None) is enabled
+            assert bool(weight.main_grad.any()) is enabled
 
 
 @effect
@@ -291,16 +295,16 @@ def return_bias(module: str) -> None:
     layer, plain = make(module, return_bias=True), make(module)
     perturb(layer)
     plain.load_state_dict(layer.state_dict())
-    own = layer.bias if module == "LayerNormLinear" else layer.fc2_bias
+    bias_parameter = layer.bias if module == "LayerNormLinear" else layer.fc2_bias
     x = torch.randn(3, 16)
     for recipe in (None, recipes.Float8CurrentScaling()):
         with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
-            y, added = layer(x)
-            assert added is own
-            torch.testing.assert_close(y + added, plain(x))
+            y, returned_bias = layer(x)
+            assert returned_bias is bias_parameter
+            torch.testing.assert_close(y + returned_bias, plain(x))
     both = make(module, return_bias=True, return_layernorm_output=True)
-    y, added, normed = both(x)
-    assert added.shape == y.shape[-1:]
+    y, returned_bias, normed = both(x)
+    assert returned_bias.shape == y.shape[-1:]
     assert normed.shape == x.shape
     assert make(module, return_bias=True, bias=False)(x)[1] is None
 
@@ -312,13 +316,13 @@ def parameters_split(module: str) -> None:
     names = [f"{n}_{kind}" for n in ("query", "key", "value") for kind in ("weight", "bias")]
     assert list(split.state_dict())[2:] == names
     torch.manual_seed(1)
-    whole = make(module)
+    unsplit = make(module)
     x, dy = torch.randn(4, 16), torch.randn(4, 24)
     for recipe in (None, recipes.Float8CurrentScaling()):
         (y,), (dx, _, _, *parts) = step(split, x, [dy], recipe)
-        (want,), (wanted, _, _, dw, db) = step(whole, x, [dy], recipe)
-        assert torch.equal(y, want)
-        assert torch.equal(dx, wanted)
+        (expected,), (expected_dx, _, _, dw, db) = step(unsplit, x, [dy], recipe)
+        assert torch.equal(y, expected)
+        assert torch.equal(dx, expected_dx)
         assert torch.equal(torch.cat(parts[::2]), dw)
         assert torch.equal(torch.cat(parts[1::2]), db)
     sizes = make(module, parameters_split={"q": 16, "kv": 8})
@@ -336,10 +340,10 @@ def activation(module: str) -> None:
         layer = make(module, activation=name)
         perturb(layer)
         (y,), gradients = step(layer, x, [dy])
-        want, wanted = exact(layer, x, dy)
-        torch.testing.assert_close(y.double(), want, rtol=1e-4, atol=1e-5)
-        for got, other in zip(gradients, wanted.values(), strict=True):
-            torch.testing.assert_close(got.double(), other, rtol=1e-3, atol=1e-4)
+        expected, expected_gradients = float64_step(layer, x, dy)
+        torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-5)
+        for actual, expected_gradient in zip(gradients, expected_gradients.values(), strict=True):
+            torch.testing.assert_close(actual.double(), expected_gradient, rtol=1e-3, atol=1e-4)
 
 
 @effect
@@ -365,7 +369,7 @@ def checkpoint(module: str) -> None:
             with float8lab.count_gemms() as counts:
                 y.sum().backward()
             gemms.append(counts.fp8 + counts.high_precision)
-        assert gemms == [4, 5]  # fc1 again
+        assert gemms == [4, 5]  # the recompute of fc1
 
 
 @effect
@@ -374,28 +378,35 @@ def fp8_activation_input(module: str) -> None:
         for name in ("gelu", "swiglu"):
             sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "activation": name}
             plain = make(module, **sizes)
-            small = make(module, fp8_activation_input=True, **sizes)
+            saves_fp8 = make(module, fp8_activation_input=True, **sizes)
             perturb(plain)
-            small.load_state_dict(plain.state_dict())
+            saves_fp8.load_state_dict(plain.state_dict())
             x, dy = torch.randn(256, 64), torch.randn(256, 64)
-            (y,), gradients = step(small, x, [dy], recipe)
-            (want,), wanted = step(plain, x, [dy], recipe)
-            assert torch.equal(y, want)
-            _, exact_gradients = exact(plain, x, dy)
-            # One more e4m3 rounding, 31.5 dB, of one factor of two for gelu, of two for swiglu,
-            # on top of the noise that is there; a quarter for how noise is correlated.
-            more = (1 if name == "gelu" else 2) * 10 ** (-31.5 / 10)
-            rounded = [not torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True)]
-            assert rounded == [True] * 6 + [False]  # fc2's bias alone does not see it
-            for got, without, best in zip(gradients, wanted, exact_gradients.values(), strict=True):
-                noise, there = (10 ** (-sqnr(one, best) / 10) for one in (got, without))
-                assert noise <= 1.25 * (there + more)
-    outside = [make(module, fp8_activation_input=value) for value in (True, False)]
-    assert same_function(*outside)  # in high precision nothing is rounded
+            (y,), gradients = step(saves_fp8, x, [dy], recipe)
+            (expected,), plain_gradients = step(plain, x, [dy], recipe)
+            assert torch.equal(y, expected)
+            _, exact_gradients = float64_step(plain, x, dy)
+            # fp8_activation_input adds e4m3 roundings of 31.5 dB to the noise without it: of one of
+            # two factors for gelu, of both for swiglu. A quarter allows for correlated noise.
+            added_noise = (1 if name == "gelu" else 2) * 10 ** (-31.5 / 10)
+            rounded = [
+                not torch.equal(a, b) for a, b in zip(gradients, plain_gradients, strict=True)
+            ]
+            assert rounded == [True] * 6 + [False]  # only fc2's bias is unaffected
+            for gradient, plain_gradient, exact_gradient in zip(
+                gradients, plain_gradients, exact_gradients.values(), strict=True
+            ):
+                noise, plain_noise = (
+                    10 ** (-sqnr(tensor, exact_gradient) / 10)
+                    for tensor in (gradient, plain_gradient)
+                )
+                assert noise <= 1.25 * (plain_noise + added_noise)
+    modules = [make(module, fp8_activation_input=value) for value in (True, False)]
+    assert same_function(*modules)  # in high precision nothing is rounded
 
 
 @pytest.mark.parametrize("module", PARAMETERS)
-def test_defaults(module: str) -> None:
+def test_constructors_have_exactly_the_listed_parameters_and_defaults(module: str) -> None:
     signature = inspect.signature(getattr(float8lab, module))
     defaults = {
         name: REQUIRED if p.default is inspect.Parameter.empty else p.default
@@ -406,5 +417,5 @@ def test_defaults(module: str) -> None:
 
 
 @pytest.mark.parametrize(("module", "name"), CASES, ids=[f"{m}-{n}" for m, n in CASES])
-def test_effect(module: str, name: str) -> None:
+def test_each_constructor_parameter_has_its_documented_effect(module: str, name: str) -> None:
     EFFECTS[name](module)

@@ -1,4 +1,4 @@
-"""Inputs that eager layers do not save, because their producers save what gives them."""
+"""Eager layers do not save an input that they can recompute from tensors its producer saves."""
 
 import copy
 from dataclasses import replace
@@ -17,7 +17,7 @@ T, D, N = 40, 64, 96
 
 
 class RmsNorm(nn.Module):
-    """As many models write it: the last op is a product with the weight."""
+    """An RMSNorm as many models write it: the last op multiplies with the weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class RmsNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """A decoder layer, every linear input of which has an origin."""
+    """A decoder layer in which the input of every linear layer can be recomputed."""
 
     def __init__(self, activation, norm=RmsNorm) -> None:
         super().__init__()
@@ -55,13 +55,13 @@ class Block(nn.Module):
 
 
 def nodes_of_layers(y):
-    """Autograd's nodes of all linear layers behind ``y``."""
+    """The autograd nodes of all linear layers that ``y`` depends on."""
     nodes, waiting = set(), [y.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in nodes:
             nodes.add(node)
-            waiting += [following for following, _ in node.next_functions]
+            waiting += [next_node for next_node, _ in node.next_functions]
     return [node for node in nodes if node.name() == "LinearFunctionBackward"]
 
 
@@ -71,7 +71,7 @@ def saved_in_fp8(y):
 
 
 def train(model, recipe, save, x):
-    """Two steps; what is saved in FP8, the output and the gradients of the second."""
+    """Two steps; returns the FP8 tensors that the second saves, its output and its gradients."""
     model = float8lab.convert_to_float8(copy.deepcopy(model), replace(recipe, save=save))
     for _ in range(2):
         model.zero_grad()
@@ -93,56 +93,56 @@ def data(*arguments, device="cpu"):
     [(name, "swiglu") for name in ("delayed", "current", "rowwise", "block", "mx")]
     + [("current", activation) for activation in ("relu", "none", "tanh")],
 )
-def test_gradients_are_those_of_saved_data(name, activation, device):
+def test_recomputed_inputs_give_the_gradients_of_saved_inputs(name, activation, device):
     model, x = data(activation, device=device)
     saved, results = train(model, RECIPES[name], "recompute", x)
-    all_saved, expected = train(model, RECIPES[name], "fp8", x)
+    saved_as_fp8, expected = train(model, RECIPES[name], "fp8", x)
     assert saved == []
-    assert len(all_saved) == (7 if activation == "swiglu" else 6)
-    for result, other in zip(results, expected, strict=True):
-        torch.testing.assert_close(result, other, rtol=0, atol=0)
-    small, _ = train(model, RECIPES[name], "auto", x)
-    assert len(small) == len(all_saved)
+    assert len(saved_as_fp8) == (7 if activation == "swiglu" else 6)
+    for result, expected_result in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, expected_result, rtol=0, atol=0)
+    saved_by_auto, _ = train(model, RECIPES[name], "auto", x)
+    assert len(saved_by_auto) == len(saved_as_fp8)
 
 
 @pytest.mark.parametrize(("name", "casts"), [("delayed", 7), ("current", 4), ("block", 4)])
-def test_layers_with_one_input_cast_it_once(name, casts, monkeypatch):
-    """Also where a backward asks for some of their gradients alone, and for all again."""
-    made = []
+def test_layers_with_the_same_input_recompute_its_cast_once(name, casts, monkeypatch):
+    """This holds also if a backward asks for some gradients only, and others ask for all."""
+    calls = []
     cast = gemm.replayed_quantize
-    monkeypatch.setattr(gemm, "replayed_quantize", lambda *of: (made.append(of), cast(*of))[1])
+    monkeypatch.setattr(gemm, "replayed_quantize", lambda *a: (calls.append(a), cast(*a))[1])
     model, x = data("swiglu")
     recipe = replace(RECIPES[name], save="recompute")
     model = float8lab.convert_to_float8(model, recipe)
     model(x)
     y = model(x).float().square().sum()
-    some = torch.autograd.grad(y, [model.k.weight, model.v.weight], retain_graph=True)
+    k_and_v_gradients = torch.autograd.grad(y, [model.k.weight, model.v.weight], retain_graph=True)
     for _ in range(2):
-        made.clear()
-        every = torch.autograd.grad(y, [*model.parameters()], retain_graph=True)
-        assert len(made) == casts
-    every = dict(zip(dict(model.named_parameters()), every, strict=True))
-    assert torch.equal(some[0], every["k.weight"])
-    assert torch.equal(some[1], every["v.weight"])
+        calls.clear()
+        gradients = torch.autograd.grad(y, [*model.parameters()], retain_graph=True)
+        assert len(calls) == casts
+    gradients = dict(zip(dict(model.named_parameters()), gradients, strict=True))
+    assert torch.equal(k_and_v_gradients[0], gradients["k.weight"])
+    assert torch.equal(k_and_v_gradients[1], gradients["v.weight"])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block"])
 @pytest.mark.parametrize("width", [D, 4096])
-def test_torch_norms_are_computed_as_they_were(name, width):
-    """By the prologue of casts, whose arithmetic is that of torch's kernel."""
+def test_recomputed_torch_norms_have_the_bytes_of_the_forward(name, width):
+    """The prologue of a cast recomputes the norm with the arithmetic of torch's kernel."""
     model = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, N)).to("cuda", torch.bfloat16)
     nn.init.normal_(model[0].weight)
     x = torch.randn(300, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     saved, results = train(model, RECIPES[name], "recompute", x)
     _, expected = train(model, RECIPES[name], "fp8", x)
     assert saved == []
-    for result, other in zip(results, expected, strict=True):
-        torch.testing.assert_close(result, other, rtol=0, atol=0)
+    for result, expected_result in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, expected_result, rtol=0, atol=0)
 
 
-def product(a, b, change=None):
-    """A converted layer, and its output of ``a * b`` that something changes before."""
+def run_layer(a, b, change=None):
+    """A converted layer, its output, and its input ``a * b``, which ``change`` may modify first."""
     torch.manual_seed(0)
     layer = float8lab.convert_to_float8(
         nn.Linear(D, N, bias=False), replace(RECIPES["current"], save="recompute")
@@ -166,43 +166,43 @@ def double(x):
 
 def offload(a, b):
     with save_on_cpu():
-        return product(a, b)
+        return run_layer(a, b)
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda a, b: product(a, b, double), offload, lambda a, b: product(a.detach(), b),
-        lambda a, b: product(a, 2.0), lambda a, b: product(nn.Parameter(a.detach()), b),
+        lambda a, b: run_layer(a, b, double), offload, lambda a, b: run_layer(a.detach(), b),
+        lambda a, b: run_layer(a, 2.0), lambda a, b: run_layer(nn.Parameter(a.detach()), b),
     ],
-    ids=["changed since", "hooks", "one factor saved", "scalar", "large parameter"],
+    ids=["input changed", "hooks", "one factor saved", "scalar", "large parameter"],
 )  # fmt: skip
-def test_fp8_data_are_saved_where_the_origin_is_not_sure(make):
+def test_fp8_data_is_saved_if_the_input_cannot_be_recomputed(make):
     layer, y, x = make(*factors())
     assert len(saved_in_fp8(y)) == 1
     (dw,) = torch.autograd.grad(y.sum(), layer.weight)
-    again = layer(x.detach())
-    assert torch.equal(dw, torch.autograd.grad(again.sum(), layer.weight)[0])
+    repeated = layer(x.detach())
+    assert torch.equal(dw, torch.autograd.grad(repeated.sum(), layer.weight)[0])
 
 
-def test_what_was_freed_since_is_not_needed():
-    """A backward through the producer alone, and a parameter that FSDP2 takes away."""
+def test_backward_needs_no_tensors_that_the_producer_freed():
+    """A backward through the producer frees its tensors, and FSDP2 frees a parameter."""
     a, _ = factors()
     weight = nn.Parameter(torch.randn(D))
-    layer, y, x = product(a, weight)
+    layer, y, x = run_layer(a, weight)
     assert saved_in_fp8(y) == []
     x.sum().backward()  # frees the factors that the product has saved
     expected = layer(x.detach())
     weight.untyped_storage().resize_(0)
     (dw,) = torch.autograd.grad(y.sum(), layer.weight)
     assert torch.equal(dw, torch.autograd.grad(expected.sum(), layer.weight)[0])
-    later = layer(x)
-    assert len(saved_in_fp8(later)) == 1, "the product has nothing any more"
+    repeated = layer(x)
+    assert len(saved_in_fp8(repeated)) == 1, "the product has nothing any more"
 
 
-def test_a_changed_factor_is_an_error():
+def test_a_factor_modified_in_place_raises_in_backward():
     a, b = factors()
-    layer, y, _ = product(a, b)
+    layer, y, _ = run_layer(a, b)
     double(a)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(y.sum(), layer.weight)

@@ -1,4 +1,4 @@
-"""TransformerLayer: every parameter's effect, against plain compositions; names; training."""
+"""TransformerLayer: the effect of every parameter, compositions as oracle, names, training."""
 
 import copy
 
@@ -39,16 +39,16 @@ def norm(x, weight, bias, *, eps=1e-5, rms=False):
 def attention(p, prefix, x, source, mask, heads=H):
     """Multi-head attention of the plain composition; ``mask`` is True where masked out."""
     names = ("query", "key", "value")
-    where = [prefix] * 3
+    prefixes = [prefix] * 3
     if source is not x:
-        where = [
+        prefixes = [
             prefix.replace("layernorm_qkv", "layernorm_query"),
             *["inter_attention.key_value"] * 2,
         ]
     q, k, v = (
         F.linear(inp, p[f"{w}.{n}_weight"], p.get(f"{w}.{n}_bias"))
         .unflatten(-1, (-1, HIDDEN // heads)).transpose(1, 2)
-        for inp, w, n in zip((x, source, source), where, names, strict=True)
+        for inp, w, n in zip((x, source, source), prefixes, names, strict=True)
     )  # fmt: skip
     k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
     scores = (q @ k.transpose(2, 3)) * (HIDDEN // heads) ** -0.5
@@ -60,8 +60,8 @@ def attention(p, prefix, x, source, mask, heads=H):
 CAUSAL = torch.ones(S, S, dtype=torch.bool).triu(1)
 
 
-def plain(layer, x, encoder=None, *, mask=CAUSAL, rms=False, act="gelu"):
-    """The layer in float64, written out."""
+def float64_layer(layer, x, encoder=None, *, mask=CAUSAL, rms=False, act="gelu"):
+    """The layer in float64, composed of torch's functions."""
     p = {n: v.double() for n, v in layer.named_parameters()}
     x = x.double()
     post, parallel = layer.apply_residual_connection_post_layernorm, layer.parallel_attention_mlp
@@ -89,8 +89,8 @@ def plain(layer, x, encoder=None, *, mask=CAUSAL, rms=False, act="gelu"):
     x = (first if post and not layer.output_layernorm else x) + attended
     if encoder is not None:
         second = normed("inter_attention.layernorm_query.layer_norm_", x)
-        nothing = torch.zeros(S, SE, dtype=torch.bool)
-        attended = attention(p, "inter_attention.layernorm_qkv", second, encoder.double(), nothing)
+        no_mask = torch.zeros(S, SE, dtype=torch.bool)
+        attended = attention(p, "inter_attention.layernorm_qkv", second, encoder.double(), no_mask)
         x = (second if post else x) + attended
     third = normed("layernorm_mlp.layer_norm_", x)
     x = (third if post else x) + mlp(third)
@@ -98,9 +98,10 @@ def plain(layer, x, encoder=None, *, mask=CAUSAL, rms=False, act="gelu"):
 
 
 def close(actual, expected):
-    """To 32 roundings of the largest value, or, where summands of about 1 cancel, to 1e-5.
+    """Whether the error is at most 32 roundings of the largest value.
 
-    How often float32 rounds, and in which order it sums, differs between CPUs.
+    Terms of about 1 may cancel, so an error of 1e-5 is always allowed. The number of float32
+    roundings and the order of sums differ between CPUs.
     """
     error = (actual.double() - expected).abs().max().item()
     return error <= max(1e-5, 32 * 2.0**-24 * expected.abs().max().item())
@@ -127,61 +128,68 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_output_and_every_gradient(variant):
+def test_output_and_every_gradient_equal_the_float64_composition(variant):
     kwargs = VARIANTS[variant]
     layer = build(**kwargs)
     x, dy = torch.randn(B, S, HIDDEN), torch.randn(B, S, HIDDEN)
     encoder = torch.randn(B, SE, HIDDEN) if layer.layer_type == "decoder" else None
     twin = copy.deepcopy(layer).double()
-    how = {"rms": kwargs.get("normalization") == "RMSNorm", "act": kwargs.get("activation", "gelu")}
+    options = {
+        "rms": kwargs.get("normalization") == "RMSNorm",
+        "act": kwargs.get("activation", "gelu"),
+    }
     results = []
     for module, exact in ((layer, False), (twin, True)):
         dtype = torch.float64 if exact else torch.float32
         leaves = [t.to(dtype).requires_grad_() for t in (x, encoder) if t is not None]
-        y = plain(module, *leaves, **how) if exact else module(
+        y = float64_layer(module, *leaves, **options) if exact else module(
             leaves[0], encoder_output=leaves[1] if encoder is not None else None
         )  # fmt: skip
-        wanted = [*leaves, *module.parameters()]
-        results.append([y, *torch.autograd.grad(y, wanted, dy.to(dtype))])
+        tensors = [*leaves, *module.parameters()]
+        results.append([y, *torch.autograd.grad(y, tensors, dy.to(dtype))])
     names = ["y", "dx", *(["dencoder"] if encoder is not None else [])]
     names += [n for n, _ in layer.named_parameters()]
     for label, actual, expected in zip(names, *results, strict=True):
         assert close(actual, expected), label
 
 
-def test_mask_window_and_cross_attention_arguments():
+def test_mask_window_and_cross_attention_arguments_take_effect():
     x, encoder = torch.randn(B, S, HIDDEN), torch.randn(B, SE, HIDDEN)
     layer = build()
     i, j = torch.arange(S)[:, None], torch.arange(S)
-    assert close(layer(x, self_attn_mask_type="no_mask"), plain(layer, x, mask=i < -1))
-    assert close(layer(x, window_size=(2, 0)), plain(layer, x, mask=(j > i) | (j < i - 2)))
-    assert close(build(window_size=(2, 0))(x), plain(build(window_size=(2, 0)), x)) is False
+    assert close(layer(x, self_attn_mask_type="no_mask"), float64_layer(layer, x, mask=i < -1))
+    assert close(layer(x, window_size=(2, 0)), float64_layer(layer, x, mask=(j > i) | (j < i - 2)))
+    assert close(build(window_size=(2, 0))(x), float64_layer(build(window_size=(2, 0)), x)) is False
     fixed = build(self_attn_mask_type="no_mask", window_size=(1, 1))
-    assert close(fixed(x), plain(fixed, x, mask=(i - j).abs() > 1))
+    assert close(fixed(x), float64_layer(fixed, x, mask=(i - j).abs() > 1))
     mask = torch.rand(B, 1, S, S) < 0.5
     mask[..., 0] = False
-    assert close(layer(x, mask, self_attn_mask_type="arbitrary"), plain(layer, x, mask=mask))
+    assert close(
+        layer(x, mask, self_attn_mask_type="arbitrary"), float64_layer(layer, x, mask=mask)
+    )
     decoder = build(layer_type="decoder")
-    whole = decoder(x, encoder_output=encoder)
+    full = decoder(x, encoder_output=encoder)
     padding = (torch.zeros(B, 1, 1, S).bool(), (torch.arange(SE) >= 3).expand(B, 1, 1, SE))
-    cut = decoder(
+    padded = decoder(
         x, encoder_output=encoder, enc_dec_attn_mask=padding, enc_dec_attn_mask_type="padding"
     )
-    assert torch.allclose(cut, decoder(x, encoder_output=encoder[:, :3]), atol=1e-6)
-    assert not torch.allclose(cut, whole)
-    near = build(layer_type="decoder", enc_dec_attn_mask_type="causal", enc_dec_window_size=(0, 0))
+    assert torch.allclose(padded, decoder(x, encoder_output=encoder[:, :3]), atol=1e-6)
+    assert not torch.allclose(padded, full)
+    diagonal = build(
+        layer_type="decoder", enc_dec_attn_mask_type="causal", enc_dec_window_size=(0, 0)
+    )
     changed = encoder.clone()
     changed[:, 1:] += 1
-    a, b = near(x, encoder_output=encoder), near(x, encoder_output=changed)
-    assert torch.equal(a[:, 0], b[:, 0])  # query 0 sees key 0 alone
+    a, b = diagonal(x, encoder_output=encoder), diagonal(x, encoder_output=changed)
+    assert torch.equal(a[:, 0], b[:, 0])  # query 0 sees only key 0
     assert not torch.allclose(a[:, 1], b[:, 1])
     windowed = decoder(
         x, encoder_output=encoder, enc_dec_attn_mask_type="causal", enc_dec_window_size=(0, 0)
     )
-    assert not torch.allclose(windowed, whole)
+    assert not torch.allclose(windowed, full)
 
 
-def test_rotary_biases_and_recomputation_reach_the_attention():
+def test_rotary_embeddings_biases_and_checkpointing_reach_the_attention():
     x = torch.randn(B, S, HIDDEN)
     layer = build()
     rope = RotaryPositionEmbedding(HIDDEN // H, device="cpu")(S)
@@ -200,7 +208,7 @@ def test_rotary_biases_and_recomputation_reach_the_attention():
 
 
 @pytest.mark.parametrize("attn_input_format", ["sbhd", "thd"])
-def test_formats(attn_input_format):
+def test_sbhd_and_thd_inputs_equal_bshd(attn_input_format):
     bshd = build(self_attn_mask_type="padding_causal")
     layer = build(self_attn_mask_type="padding_causal", attn_input_format=attn_input_format)
     layer.load_state_dict(bshd.state_dict())
@@ -218,7 +226,7 @@ def test_formats(attn_input_format):
     assert torch.allclose(y, expected, atol=1e-6)
 
 
-def test_cross_attention_in_thd():
+def test_cross_attention_in_thd_equals_separate_sequences():
     layer = build(
         layer_type="decoder", attn_input_format="thd", self_attn_mask_type="padding_causal",
         enc_dec_attn_mask_type="padding",
@@ -230,13 +238,15 @@ def test_cross_attention_in_thd():
         x, encoder_output=encoder, cu_seqlens_q=torch.tensor([0, 4, 7]),
         cu_seqlens_kv=torch.tensor([0, 3, 8]), max_seqlen_q=4, max_seqlen_kv=5,
     )  # fmt: skip
-    for a, b in (((0, 4), (0, 3)), ((4, 7), (3, 8))):
-        alone = bshd(x[None, slice(*a)], encoder_output=encoder[None, slice(*b)])
-        assert torch.allclose(y[slice(*a)], alone[0], atol=1e-5)
+    for query_range, key_range in (((0, 4), (0, 3)), ((4, 7), (3, 8))):
+        expected = bshd(
+            x[None, slice(*query_range)], encoder_output=encoder[None, slice(*key_range)]
+        )
+        assert torch.allclose(y[slice(*query_range)], expected[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("attn_input_format", ["sbhd", "bshd"])
-def test_drop_path_leaves_out_whole_samples(attn_input_format):
+def test_drop_path_drops_entire_samples(attn_input_format):
     layer = build(drop_path_rate=0.5, attn_input_format=attn_input_format, layer_type="encoder")
     with torch.no_grad():
         for p in layer.parameters():
@@ -250,7 +260,7 @@ def test_drop_path_leaves_out_whole_samples(attn_input_format):
     per_sample = y[:, 0, 0]
     assert torch.equal(y, per_sample.view(batch, 1, 1).expand_as(y))
     values, counts = per_sample.unique(return_counts=True)
-    assert values.tolist() == [0.0, 2.0, 20.0, 22.0]  # each block: 0 or doubled
+    assert values.tolist() == [0.0, 2.0, 20.0, 22.0]  # each block gives 0 or its doubled output
     assert (counts - batch / 4).abs().max() < 50
     assert torch.equal(layer.eval()(torch.zeros(shape)).unique(), torch.tensor([11.0]))
 
@@ -259,8 +269,11 @@ def test_drop_path_leaves_out_whole_samples(attn_input_format):
     "kind", [{}, {"output_layernorm": True}, {"parallel_attention_mlp": True}], ids=str
 )
 @pytest.mark.parametrize("recipe", [None, recipes.Float8CurrentScaling()], ids=["high", "fp8"])
-def test_under_torch_autocast_the_residual_stream_has_its_dtype(kind, recipe):
-    """As in TransformerEngine; gradients have the dtype of what they are of."""
+def test_the_residual_stream_has_the_dtype_of_torch_autocast(kind, recipe):
+    """As in Transformer Engine, the stream has torch's autocast dtype.
+
+    Gradients have the dtype of their tensors.
+    """
     layer = float8lab.TransformerLayer(32, 64, 4, device="cpu", **kind).eval()
     x = torch.randn(5, 2, 32, requires_grad=True)
     in_fp8 = float8lab.autocast(enabled=recipe is not None, recipe=recipe)
@@ -288,7 +301,7 @@ def test_hidden_dropout_acts_before_each_residual():
     assert torch.equal(layer.eval()(x), torch.full_like(x, 33.0))
 
 
-def test_attention_dropout_is_of_the_attention():
+def test_attention_dropout_is_passed_to_the_core_attention():
     layer = build(attention_dropout=0.5)
     x = torch.randn(B, S, HIDDEN)
     assert layer.self_attention.core_attention.attention_dropout == 0.5
@@ -315,7 +328,7 @@ def test_parameter_names_are_those_of_transformer_engine():
     build().load_state_dict(state, strict=True)
 
 
-def test_arguments_reach_the_parts():
+def test_constructor_arguments_reach_the_submodules():
     layer = build(
         zero_centered_gamma=True, layernorm_epsilon=1e-3, layer_number=7, kv_channels=12,
         sequence_parallel=True, set_parallel_mode=True, seq_length=S, micro_batch_size=B,
@@ -362,7 +375,7 @@ def test_wrong_arguments_are_refused():
         build()(x, encoder_output=x)
 
 
-# Numbers in FP8 against float64 are in test_attention_modules.py, training is in test_modules.py.
+# test_attention_modules.py compares FP8 with float64, and test_modules.py covers training.
 RECIPES = {
     **models.RECIPES,
     "delayed-dpa": recipes.DelayedScaling(fp8_dpa=True),
@@ -381,7 +394,7 @@ def step(layer, x, dy, recipe, **kwargs):
 
 
 class Composition(nn.Module):
-    """The layer of norms, linear layers and attention that are modules of their own."""
+    """The layer, composed of separate norms, linear layers and attention."""
 
     def __init__(self, layer):
         super().__init__()
@@ -389,23 +402,23 @@ class Composition(nn.Module):
         make_norm = float8lab.RMSNorm if rms else float8lab.LayerNorm
         attention, mlp = layer.self_attention, layer.layernorm_mlp
         self.norm1, self.norm2 = make_norm(HIDDEN, device="cpu"), make_norm(HIDDEN, device="cpu")
-        self.qkv = linear_of(
+        self.qkv = concatenated_linear(
             *(
                 [getattr(attention.layernorm_qkv, f"{n}_{kind}") for n in ("query", "key", "value")]
                 for kind in ("weight", "bias")
             )
         )
         self.core = copy.deepcopy(attention.core_attention)
-        self.proj = linear_of([attention.proj.weight], [attention.proj.bias])
-        self.fc1 = linear_of([mlp.fc1_weight], [mlp.fc1_bias])
-        self.fc2 = linear_of([mlp.fc2_weight], [mlp.fc2_bias])
+        self.proj = concatenated_linear([attention.proj.weight], [attention.proj.bias])
+        self.fc1 = concatenated_linear([mlp.fc1_weight], [mlp.fc1_bias])
+        self.fc2 = concatenated_linear([mlp.fc2_weight], [mlp.fc2_bias])
         self.activation, self.parallel = mlp.activation, layer.parallel_attention_mlp
         self.groups = attention.num_gqa_groups
         with torch.no_grad():
-            for own, theirs in ((self.norm1, attention.layernorm_qkv), (self.norm2, mlp)):
-                own.weight.copy_(theirs.layer_norm_weight)
+            for norm, source in ((self.norm1, attention.layernorm_qkv), (self.norm2, mlp)):
+                norm.weight.copy_(source.layer_norm_weight)
                 if not rms:
-                    own.bias.copy_(theirs.layer_norm_bias)
+                    norm.bias.copy_(source.layer_norm_bias)
 
     def mlp(self, x):
         h = self.fc1(x)
@@ -423,7 +436,7 @@ class Composition(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def linear_of(weights, biases):
+def concatenated_linear(weights, biases):
     weight = torch.cat([w.detach() for w in weights])
     layer = float8lab.Linear(weight.shape[1], len(weight), bias=biases[0] is not None, device="cpu")
     with torch.no_grad():
@@ -436,7 +449,7 @@ def linear_of(weights, biases):
 @each_recipe
 @pytest.mark.parametrize("variant", ["default", "llama", "parallel"])
 def test_fp8_equals_the_composition_of_modules(name, variant):
-    """Of modules whose own errors have tests, in two steps, so that delayed scales count."""
+    """Other tests bound the errors of these modules; the second step uses delayed scales."""
     layer = build(**VARIANTS[variant])
     composed = Composition(layer)
     for _ in range(2):
@@ -454,7 +467,7 @@ def test_fp8_equals_the_composition_of_modules(name, variant):
             (attention.layernorm_qkv.layer_norm_weight.grad, composed.norm1.weight.grad),
         ]  # fmt: skip
         for actual, expected in pairs:
-            # Float32 sums in another order may turn a rounding to FP8: 1/16 of one value of many.
+            # Float32 sums in another order may flip a rounding to FP8: 1/16 of one of many values.
             assert (actual - expected).norm() <= 0.01 * expected.norm()
         assert not torch.equal(y, step(layer, x, dy, None)[0])
 
@@ -469,7 +482,7 @@ def test_fp8_equals_the_composition_of_modules(name, variant):
     ],
 )
 def test_all_sequence_lengths_compile_at_most_twice(name, mask_type):
-    layer, backend = build(num_gqa_groups=2), models.Counted()
+    layer, backend = build(num_gqa_groups=2), models.CountingBackend()
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
     rope = RotaryPositionEmbedding(HIDDEN // H, device="cpu")(256)
     for length in (70, 65, 128, 129):
@@ -486,7 +499,7 @@ def test_all_sequence_lengths_compile_at_most_twice(name, mask_type):
     assert backend.graphs <= 2
 
 
-def test_weights_stored_in_fp8():
+def test_weights_stored_in_fp8_train():
     with float8lab.fp8_model_init():
         layer = TransformerLayer(32, 64, 4, attn_input_format="bshd", device="cpu")
     stored = [n for n, p in layer.named_parameters() if isinstance(p, float8lab.Float8Tensor)]
@@ -497,8 +510,8 @@ def test_weights_stored_in_fp8():
 
 
 @with_slow({"delayed", "current-dpa"}, "delayed", "current", "block", "current-dpa")
-def test_a_small_model_learns(name):
-    """Next-token prediction of a fixed sequence: the loss falls as it does in high precision."""
+def test_a_small_model_learns_in_fp8_and_in_high_precision(name):
+    """The loss of next-token prediction of a fixed sequence falls below 1 in both precisions."""
     losses = {}
     for label, recipe in (("fp8", RECIPES[name]), ("high", None)):
         torch.manual_seed(0)
@@ -541,7 +554,7 @@ def test_a_converted_layer_runs_attention_in_fp8(name):
         assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
 
-def test_attention_follows_exclusions_and_overrides():
+def test_exclusions_and_overrides_apply_to_attention():
     recipe = RECIPES["current-dpa"]
     layers = nn.ModuleList(build() for _ in range(3))
     report = report_of(
@@ -556,14 +569,14 @@ def test_attention_follows_exclusions_and_overrides():
     assert report_of(nn.ModuleList([build()]), RECIPES["current"]).notes == ()
 
 
-def test_a_conversion_that_asks_for_fp8_attention_in_vain_says_so():
+def test_a_conversion_reports_that_it_found_no_attention_for_fp8():
     report = report_of(nn.Sequential(nn.Linear(16, 16)), RECIPES["current-dpa"])
     assert "has no float8lab.DotProductAttention; attention stays in high" in str(report)
 
 
 @pytest.mark.gpu
 @each_recipe
-def test_fp8_on_a_gpu_is_that_of_the_cpu(name):
+def test_fp8_errors_on_a_gpu_are_those_of_the_cpu(name):
     layer = TransformerLayer(
         256, 512, 4, num_gqa_groups=2, hidden_dropout=0.0, attention_dropout=0.0, device="cpu",
         attn_input_format="bshd", normalization="RMSNorm", activation="swiglu",
@@ -577,12 +590,12 @@ def test_fp8_on_a_gpu_is_that_of_the_cpu(name):
     names = ["y", "dx", *(label for label, _ in layer.named_parameters())]
     sizes = {label: exact.norm() for label, exact in zip(names, high, strict=True)}
     prefix = "self_attention.layernorm_qkv."
-    # Softmax cancels a bias of the keys: its gradient is 0, and the queries' tells what is small.
+    # Softmax cancels a bias of the keys, so its gradient is 0; that of the queries sets the scale.
     sizes[f"{prefix}key_bias"] = sizes[f"{prefix}query_bias"]
     for label, gpu, cpu, exact in zip(names, *results, high, strict=True):
-        # Sums in another order turn a few roundings to FP8, these move the inputs of the next cast,
-        # and after some casts the two are rounded apart: their errors are equal in size alone. In
-        # norms of 128 values or more, under noise of 1e-3 in each GEMM, to 1.25x.
+        # Sums in another order flip a few roundings to FP8, which change the inputs of the next
+        # cast. After some casts the roundings differ, and only the sizes of the errors are equal:
+        # under noise of 1e-3 in each GEMM, norms of 128 or more values differ by a factor of 1.25.
         bound = 1.5 * (cpu - exact).norm() + 1e-5 * sizes[label]
         assert (gpu.cpu() - exact).norm() <= bound, label
     assert (results[0][0].cpu() - high[0]).norm() >= 0.5 * (results[1][0] - high[0]).norm()

@@ -1,4 +1,4 @@
-"""Names, order and defaults of the attention modules' parameters are Transformer Engine's."""
+"""Parameters of the attention modules have Transformer Engine's names, order and defaults."""
 
 import functools
 import inspect
@@ -9,7 +9,7 @@ import float8lab
 
 REQUIRED = inspect.Parameter.empty
 
-# In Transformer Engine's documented order; its later additions come after these.
+# The parameters in Transformer Engine's documented order; its later additions come after these.
 CONSTRUCTORS = {
     "DotProductAttention": {
         "num_attention_heads": REQUIRED, "kv_channels": REQUIRED, "num_gqa_groups": None,
@@ -75,28 +75,28 @@ CALL_DEFAULTS = {
 
 
 @pytest.mark.parametrize("name", CONSTRUCTORS)
-def test_constructor(name):
-    found = inspect.signature(getattr(float8lab, name)).parameters
+def test_constructors_have_the_parameters_of_transformer_engine(name):
+    parameters = inspect.signature(getattr(float8lab, name)).parameters
     expected = CONSTRUCTORS[name]
-    assert {n: found[n].default for n in expected} == expected
+    assert {n: parameters[n].default for n in expected} == expected
     required = [n for n, default in expected.items() if default is REQUIRED]
-    assert list(found)[: len(required)] == required
+    assert list(parameters)[: len(required)] == required
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_forward(name):
-    found = inspect.signature(getattr(float8lab, name).forward).parameters
-    assert list(found)[1 : len(CALLS[name]) + 1] == CALLS[name]
-    others = [p for n, p in found.items() if n not in ("self", *CALLS[name])]
-    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in others)
+def test_forward_has_the_parameters_of_transformer_engine(name):
+    parameters = inspect.signature(getattr(float8lab, name).forward).parameters
+    assert list(parameters)[1 : len(CALLS[name]) + 1] == CALLS[name]
+    additional = [p for n, p in parameters.items() if n not in ("self", *CALLS[name])]
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in additional)
     for argument in CALLS[name]:
-        default = found[argument].default
+        default = parameters[argument].default
         if default is not REQUIRED:
             assert default == CALL_DEFAULTS.get(argument)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_groups_of_ranks_can_be_set_and_must_be_of_one(name):
+def test_setters_of_parallel_groups_have_the_names_of_transformer_engine(name):
     cls = getattr(float8lab, name)
     for method, first in (
         ("set_context_parallel_group", "cp_group"), ("set_tensor_parallel_group", "tp_group")
@@ -107,7 +107,7 @@ def test_groups_of_ranks_can_be_set_and_must_be_of_one(name):
 
 
 @pytest.mark.parametrize("name", ["Linear", "GroupedLinear", "LayerNormLinear", "LayerNormMLP"])
-def test_arguments_of_overlap(name):
+def test_overlap_arguments_are_accepted_or_refused_by_name(name):
     sizes = (2, 16, 16) if name == "GroupedLinear" else (16, 16)
     make = functools.partial(getattr(float8lab, name), *sizes, device="cpu")
     assert make(ub_overlap_ag=True, ub_overlap_rs=False, ub_name="qkv").overlap is None
@@ -125,7 +125,7 @@ def test_arguments_of_overlap(name):
         make(ub_name=1)
 
 
-def test_arguments_of_overlap_reach_all_parts():
+def test_overlap_arguments_reach_all_submodules():
     make = functools.partial(float8lab.TransformerLayer, 32, 64, 4, device="cpu")
     parts = [m for m in make(ub_tp_comm_overlap=False).modules() if hasattr(m, "overlap")]
     assert all(

@@ -1,10 +1,11 @@
-"""Run under TRITON_INTERPRET=1 by test_kernels_interpreter.py: every kernel against the reference.
+"""Compares every kernel with the reference; test_kernels_interpreter.py runs this script.
 
-With the argument ``--all``, in all combinations; without, each value of each axis.
+It runs under TRITON_INTERPRET=1. With the argument ``--all`` it tries all combinations, otherwise
+each value of each axis.
 
 The interpreter rounds FP8 casts wrongly: it loses the carry into the exponent, which halves values
-that round up to a power of two. So FP8 data is compared within one step of the format, powers of
-two within their half; scales, amaxes and padding are compared exactly.
+that round up to a power of two. So FP8 data may differ by one step of the format, and powers of two
+by half of their value; scales, amaxes and padding are compared exactly.
 """
 
 import functools
@@ -47,7 +48,7 @@ ALL = "--all" in sys.argv
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def mend_interpreter() -> None:
+def patch_interpreter() -> None:
     patch, patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
 
     def patch_and_fix(tensor: Any, scope: Any) -> None:
@@ -55,11 +56,11 @@ def mend_interpreter() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
-    def read_mask_as_bool(name: str, place: int) -> None:
+    def read_mask_as_bool(name: str, index: int) -> None:
         access = getattr(interpreter.InterpreterBuilder, name)
 
-        def masked(*args: Any) -> Any:  # Triton 3.9: integers, of a tensor and a scalar's truth
-            args[place].data = args[place].data.astype(bool)
+        def masked(*args: Any) -> Any:  # Triton 3.9 gives integers for a tensor and a bool
+            args[index].data = args[index].data.astype(bool)
             return access(*args)
 
         setattr(interpreter.InterpreterBuilder, name, masked)
@@ -67,19 +68,20 @@ def mend_interpreter() -> None:
     read_mask_as_bool("create_masked_load", 2)
     read_mask_as_bool("create_masked_store", 3)
     interpreter._patch_lang_tensor = patch_and_fix
-    # Each call of a function in a kernel looks for what to patch: two fifths of the time.
+    # Without a cache, each call of a function in a kernel searches for functions to patch, which
+    # takes two fifths of the time.
     interpreter._patch_lang = functools.cache(lambda function: type(patch(function))())
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype = BF16) -> Tensor:
-    """Values of many magnitudes, a row and a column of zeros, where there is room for them."""
+    """Values of many magnitudes; a matrix that is large enough has a row and a column of zeros."""
     x = torch.randn(rows, columns) * torch.logspace(-3, 3, columns)
     if rows > 4 and columns > 4:
         x[3], x[:, 2] = 0, 0
     return x.to(dtype)
 
 
-def same(got: Tensor | None, want: Tensor | None) -> None:
+def assert_same(got: Tensor | None, want: Tensor | None) -> None:
     if got is None or want is None:
         assert got is want
         return
@@ -87,23 +89,23 @@ def same(got: Tensor | None, want: Tensor | None) -> None:
     assert got.shape == want.shape
     if got.dtype in (E4M3, E5M2):
         step, smallest = (2**-3, 2**-9) if got.dtype == E4M3 else (2**-2, 2**-16)
-        wanted = want.float().abs()
-        power_of_2 = wanted.frexp().mantissa == 0.5
-        bound = torch.where(power_of_2, wanted / 2, wanted * step).clamp(min=smallest)
+        expected = want.float().abs()
+        power_of_2 = expected.frexp().mantissa == 0.5
+        bound = torch.where(power_of_2, expected / 2, expected * step).clamp(min=smallest)
         assert bool(((got.float() - want.float()).abs() <= bound).all())
     else:
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
-def all_same(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+def assert_all_same(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
     assert len(got) == len(want)
-    for one, other in zip(got, want, strict=True):
-        same(one, other)
-        assert one.stride() == other.stride() or 1 in one.shape
+    for actual, expected in zip(got, want, strict=True):
+        assert_same(actual, expected)
+        assert actual.stride() == expected.stride() or 1 in actual.shape
 
 
-def sums_close(got: Tensor, want: Tensor) -> None:
-    largest = want.abs().max().item() if want.numel() else 0.0  # terms of others may cancel
+def assert_sums_close(got: Tensor, want: Tensor) -> None:
+    largest = want.abs().max().item() if want.numel() else 0.0  # terms may cancel
     torch.testing.assert_close(got, want, rtol=1e-5, atol=max(1e-2, 1e-7 * largest))
 
 
@@ -120,33 +122,33 @@ def check_quantize() -> None:
         ((5, -1), "fp32", 0.0, 1, matrix(7, 9)),
     ]  # fmt: skip
     for index, (block, rule, eps, align, x) in enumerate(cases):
-        # Indices do not depend on the format: in turn, each with every block and rule elsewhere.
+        # Indices do not depend on the format, so formats alternate; other tests combine all.
         arguments = ((E4M3, E5M2)[index % 2], block, rule, eps, align)
-        all_same(forms.quantize(cast, x, *arguments), reference.quantize(x, *arguments))
-        if x.shape[1] > 8192 and not ALL:  # many tiles of both orientations, each as any other
+        assert_all_same(forms.quantize(cast, x, *arguments), reference.quantize(x, *arguments))
+        if x.shape[1] > 8192 and not ALL:  # it has many tiles, which are all alike
             continue
         *got, sums = forms.quantize_pair(cast, x, *arguments, True)
-        *want, sums_wanted = forms.quantize_pair(reference.cast, x, *arguments, True)
-        all_same(got, want)
-        sums_close(sums, sums_wanted)
-    known_amax = torch.full((1, 1), 7000.0)  # not theirs, to see which is taken
+        *want, expected_sums = forms.quantize_pair(reference.cast, x, *arguments, True)
+        assert_all_same(got, want)
+        assert_sums_close(sums, expected_sums)
+    known_amax = torch.full((1, 1), 7000.0)  # not the matrices' amax, to see which one is used
     for x in (matrix(70, 135), matrix(3, 5, FP32)):
         for align in (1, 16):
             arguments = (E4M3, (-1, -1), "fp32", 0.0, align)
             want = reference.quantize(x, *arguments, known_amax)
-            all_same(forms.quantize(cast, x, *arguments, known_amax)[:2], want[:2])
+            assert_all_same(forms.quantize(cast, x, *arguments, known_amax)[:2], want[:2])
             *got, _ = forms.quantize_pair(cast, x, *arguments, False, known_amax)
             *want, _ = forms.quantize_pair(reference.cast, x, *arguments, False, known_amax)
-            all_same(got, want)
+            assert_all_same(got, want)
     for shape in ((0, 5), (5, 0), (0, 0)):
         for block in ((-1, -1), (1, -1), (1, 128)):
             arguments = (E4M3, block, "fp32", 0.0, 16)
             x = torch.zeros(shape)
-            all_same(forms.quantize(cast, x, *arguments), reference.quantize(x, *arguments))
+            assert_all_same(forms.quantize(cast, x, *arguments), reference.quantize(x, *arguments))
 
 
 def check_quantize_many() -> None:
-    """Every matrix of a list as it is quantized alone, and nothing beside it is written."""
+    """Each matrix of a list equals its separate cast, and nothing around the outputs is written."""
     shapes = [(70, 144), (3, 5), (0, 7), (130, 260), (9, 1), (66, 272), (4, 32)]
     cases = [
         ((-1, -1), "fp32", 0.0, BF16, E4M3), ((-1, -1), "pow2", 0.5, FP32, E5M2),
@@ -160,12 +162,12 @@ def check_quantize_many() -> None:
         if block == (1, -1) and (ALL or dtype == BF16):
             xs.append(matrix(1, 8208, dtype))
         want = [reference.quantize(x, fp8_dtype, block, rule, eps, 1) for x in xs]
-        got = [tuple(surrounded(tensor) for tensor in tensors) for tensors in want]
+        got = [tuple(buffer_with_border(tensor) for tensor in tensors) for tensors in want]
         q, scale, amax = map(list, zip(*got, strict=True))
         cast_many.cast_many_(xs, q, block, rule, eps, scale, amax, [])
-        for tensors, wanted in zip(got, want, strict=True):
-            all_same(tensors, wanted)
-            assert all(map(is_untouched_around, tensors))
+        for tensors, expected in zip(got, want, strict=True):
+            assert_all_same(tensors, expected)
+            assert all(map(has_untouched_border, tensors))
 
 
 def check_cast_many() -> None:
@@ -174,24 +176,24 @@ def check_cast_many() -> None:
         xs = [matrix(*shape, dtype) * 1e-2 for shape in shapes]
         factors = [torch.rand(scale_shape(tuple(x.shape), block)) / 3 for x in xs]
         want = [
-            forms.encode(ops.cast_op, x, one, None, E4M3, block, 1)
-            for x, one in zip(xs, factors, strict=True)
+            forms.encode(ops.cast_op, x, factor, None, E4M3, block, 1)
+            for x, factor in zip(xs, factors, strict=True)
         ]
-        got = [surrounded(q) for q in want]
+        got = [buffer_with_border(q) for q in want]
         cast_many.cast_many_(xs, got, block, "encode", 0.0, [], [], factors)
-        all_same(got, want)
-        assert all(map(is_untouched_around, got))
+        assert_all_same(got, want)
+        assert all(map(has_untouched_border, got))
 
 
-def surrounded(like: Tensor) -> Tensor:
-    """Room for a tensor, of the same strides, with 64 elements of 1 on both sides."""
-    ones = torch.ones(like.numel() + 128, dtype=torch.float32).to(like.dtype)
-    return ones.as_strided(like.shape, like.stride(), 64)
+def buffer_with_border(template: Tensor) -> Tensor:
+    """A buffer of the same shape and strides, with 64 elements of 1 on both sides."""
+    ones = torch.ones(template.numel() + 128, dtype=torch.float32).to(template.dtype)
+    return ones.as_strided(template.shape, template.stride(), 64)
 
 
-def is_untouched_around(x: Tensor) -> bool:
-    whole = x.as_strided((x.numel() + 128,), (1,), 0).float()
-    return bool((whole[:64] == 1).all() and (whole[-64:] == 1).all())
+def has_untouched_border(x: Tensor) -> bool:
+    buffer = x.as_strided((x.numel() + 128,), (1,), 0).float()
+    return bool((buffer[:64] == 1).all() and (buffer[-64:] == 1).all())
 
 
 def check_special_values() -> None:
@@ -204,22 +206,24 @@ def check_special_values() -> None:
     for rule in ("fp32", "pow2", "e8m0"):
         for block in ((1, -1), (1, 4), (1, 1)):
             _, scale, amax = forms.quantize(cast, x, E4M3, block, rule, 0.0, 1)
-            _, scale_wanted, amax_wanted = reference.quantize(x, E4M3, block, rule, 0.0, 1)
-            same(scale, scale_wanted)
-            same(amax, amax_wanted)
+            _, expected_scale, expected_amax = reference.quantize(x, E4M3, block, rule, 0.0, 1)
+            assert_same(scale, expected_scale)
+            assert_same(amax, expected_amax)
         for row in x:
-            one = row[None]
-            _, scale, amax = forms.quantize(cast, one, E5M2, (-1, -1), rule, 0.0, 1)
-            _, scale_wanted, amax_wanted = reference.quantize(one, E5M2, (-1, -1), rule, 0.0, 1)
-            same(scale, scale_wanted)
-            same(amax, amax_wanted)
+            row_matrix = row[None]
+            _, scale, amax = forms.quantize(cast, row_matrix, E5M2, (-1, -1), rule, 0.0, 1)
+            _, expected_scale, expected_amax = reference.quantize(
+                row_matrix, E5M2, (-1, -1), rule, 0.0, 1
+            )
+            assert_same(scale, expected_scale)
+            assert_same(amax, expected_amax)
 
 
 def check_amax() -> None:
     for x in (matrix(70, 135), matrix(9, 30).t(), matrix(66, 260)[:, ::2], torch.zeros(0, 3)):
-        same(forms.amax(amax_of, x), reference.amax(x, (-1, -1)))
+        assert_same(forms.amax(amax_of, x), reference.amax(x, (-1, -1)))
     x = matrix(9, 9)
-    same(forms.amax(amax_of, x, (1, -1)).sign(), reference.amax(x, (1, -1)).sign())
+    assert_same(forms.amax(amax_of, x, (1, -1)).sign(), reference.amax(x, (1, -1)).sign())
 
 
 def check_cast() -> None:
@@ -231,32 +235,34 @@ def check_cast() -> None:
         (torch.rand(80, 2) * 4 + 3, (1, 96)), (torch.rand(16, 1) * 4 + 3, (5, -1)),
     ]  # fmt: skip
     for index, (scale, block) in enumerate(scales):
-        for turn, start in enumerate((None, -1.0, 2.0, 1e9), index):
-            ways = ((False, 1 / scale), (True, scale))
-            for divide, factor in ways if ALL else ways[turn % 2 :][:1]:
+        for start_index, start in enumerate((None, -1.0, 2.0, 1e9), index):
+            forms_of_factor = ((False, 1 / scale), (True, scale))
+            for divide, factor in (
+                forms_of_factor if ALL else forms_of_factor[start_index % 2 :][:1]
+            ):
                 got, want = (None if start is None else torch.full((1,), start) for _ in range(2))
-                same(
+                assert_same(
                     forms.encode(cast, x * 1e-2, factor, got, E4M3, block, 16, divide),
                     forms.encode(ops.cast_op, x * 1e-2, factor, want, E4M3, block, 16, divide),
                 )
-                same(got, want)
+                assert_same(got, want)
     for y, align in ((x, 16), (x.t(), 1), (torch.zeros(0, 4), 16)):
         got, want = torch.full((1,), -1.0), torch.full((1,), -1.0)
         *data, sums = forms.encode_pair(cast, y, torch.tensor(0.05), got, E5M2, align, True)
-        *wanted, sums_wanted = forms.encode_pair(
+        *expected, expected_sums = forms.encode_pair(
             ops.cast_op, y, torch.tensor(0.05), want, E5M2, align, True
         )
-        all_same(data, wanted)
-        same(got, want)
-        sums_close(sums, sums_wanted)
+        assert_all_same(data, expected)
+        assert_same(got, want)
+        assert_sums_close(sums, expected_sums)
 
 
 ORDER = torch.tensor([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
-"""Of every 16 keys, or queries, that FP8 attention has transposed."""
+"""The order in which FP8 attention stores every 16 keys or queries of a transpose."""
 
 
-def check_turned_values() -> None:
-    """Keys in their order, then zeros."""
+def check_transposed_values() -> None:
+    """The transpose holds the keys in ORDER, and then zeros."""
     for B, G, SK, DV in ((2, 3, 128, 64), (1, 2, 77, 20), (1, 1, 300, 1)):
         by_token = torch.randint(0, 120, (B, SK, G, DV), dtype=torch.uint8).view(E4M3)
         v = by_token.transpose(1, 2)
@@ -271,7 +277,7 @@ def check_turned_values() -> None:
 
 
 def check_prepared_gradients() -> None:
-    """A scale a query, the FP8 data twice, and numbers that are of these data; then padding."""
+    """Each query has a scale; the FP8 data exist twice, with statistics of them and padding."""
     v_scale = torch.tensor([0.25])
     for B, H, S, D, ends in (
         (1, 4, 130, 128, None), (2, 1, 64, 40, None), (1, 2, 210, 9, [0, 70, 70, 200]),
@@ -279,10 +285,10 @@ def check_prepared_gradients() -> None:
         dout, out = (torch.randn(B, S, H, D).transpose(1, 2) for _ in range(2))
         dout[0, 0, 3] = 0.0
         lse, max_scores = torch.randn(2, B, H, S)
-        lse[0, 0, 4] = max_scores[0, 0, 4] = -torch.inf  # it sees no key
+        lse[0, 0, 4] = max_scores[0, 0, 4] = -torch.inf  # a fully masked query
         cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32)
         token, tokens = None, (dout, out)
-        if ends is not None:  # the tokens of packed sequences lay elsewhere
+        if ends is not None:  # tokens of packed sequences come from other rows
             token = torch.randperm(S, dtype=torch.int32)
             token[ends[-1] :] = ~token[ends[-1] :]
             tokens = [attention.reference.unpack_tokens(x, token) for x in tokens]
@@ -290,43 +296,43 @@ def check_prepared_gradients() -> None:
             *tokens, token, lse, max_scores, v_scale, cu_seqlens
         )
         assert counters.tolist() == [0, 0]
-        turned = d.view(torch.uint8).mT.unflatten(3, (-1, 16))[..., ORDER].flatten(3)
-        assert torch.equal(transposed.view(torch.uint8), turned)
-        # Each sequence begins at a multiple of 128 behind the one before it.
-        of_token = torch.arange(S) if ends is None else torch.full((S,), -1)
-        for number, (start, stop) in enumerate(itertools.pairwise(ends or [])):
-            of_token[start:stop] = start // 128 * 128 + number * 128 + torch.arange(stop - start)
-        inside, at = of_token >= 0, of_token[of_token >= 0]
-        dout, out, lse, max_scores = (x[:, :, inside] for x in (dout, out, lse, max_scores))
-        padding = torch.ones(d.shape[2], dtype=torch.bool).index_fill(0, at, False)
+        expected_transpose = d.view(torch.uint8).mT.unflatten(3, (-1, 16))[..., ORDER].flatten(3)
+        assert torch.equal(transposed.view(torch.uint8), expected_transpose)
+        # Each sequence begins at a multiple of 128 after the end of the previous one.
+        block_row = torch.arange(S) if ends is None else torch.full((S,), -1)
+        for index, (start, stop) in enumerate(itertools.pairwise(ends or [])):
+            block_row[start:stop] = start // 128 * 128 + index * 128 + torch.arange(stop - start)
+        is_inside, rows_of_tokens = block_row >= 0, block_row[block_row >= 0]
+        dout, out, lse, max_scores = (x[:, :, is_inside] for x in (dout, out, lse, max_scores))
+        padding = torch.ones(d.shape[2], dtype=torch.bool).index_fill(0, rows_of_tokens, False)
         assert not d[:, :, padding].float().any()
         logarithm, delta, scale = rows.view(3, B, H, -1)
-        logarithm[..., at][lse == -torch.inf] = -torch.inf
+        logarithm[..., rows_of_tokens][lse == -torch.inf] = -torch.inf
         assert (logarithm[..., padding] > 1e30).all()
-        logarithm, delta, scale = (x[..., at] for x in (logarithm, delta, scale))
-        blind = lse == -torch.inf
-        assert (logarithm[blind] > 1e30).all()
+        logarithm, delta, scale = (x[..., rows_of_tokens] for x in (logarithm, delta, scale))
+        fully_masked = lse == -torch.inf
+        assert (logarithm[fully_masked] > 1e30).all()
         amax = dout.abs().amax(-1)
         want = (amax / 448).clamp(min=2.0**-100)
         assert torch.allclose(scale, want, rtol=1e-6)
-        of_blocks = torch.full((B, H, d.shape[2]), -torch.inf)
-        of_blocks[..., at] = (
-            ((max_scores - lse).exp() * scale).log2().masked_fill(blind, -torch.inf)
+        block_weights = torch.full((B, H, d.shape[2]), -torch.inf)
+        block_weights[..., rows_of_tokens] = (
+            ((max_scores - lse).exp() * scale).log2().masked_fill(fully_masked, -torch.inf)
         )
-        most = of_blocks.unflatten(2, (-1, 64)).amax(-1).flatten(0, 1)
-        assert torch.equal(weights.isinf(), most.isinf())
-        assert torch.allclose(weights, most, atol=1e-4)
+        expected_weights = block_weights.unflatten(2, (-1, 64)).amax(-1).flatten(0, 1)
+        assert torch.equal(weights.isinf(), expected_weights.isinf())
+        assert torch.allclose(weights, expected_weights, atol=1e-4)
         assert not d[..., D:].float().any()
-        d = d[:, :, at, :D].float()
+        d = d[:, :, rows_of_tokens, :D].float()
         assert torch.allclose(delta * 2**18, (d * out).sum(-1) / v_scale, rtol=1e-4, atol=1e-2)
         exact = lse * 1.4426950408889634 - want.log2()
-        assert torch.allclose(logarithm[~blind], exact[~blind], atol=1e-5)
-        values_close(d, dout / want.unsqueeze(-1))
+        assert torch.allclose(logarithm[~fully_masked], exact[~fully_masked], atol=1e-5)
+        assert_values_close(d, dout / want.unsqueeze(-1))
 
 
 def check_largest_weights() -> None:
-    """Of the blocks of queries that see a tile's keys, in all heads that share the keys."""
-    lengths = ([300, 0, 90, 0], [130, 7, 400, 163])  # the last: tokens of no sequence
+    """The largest weight over the query blocks that see a tile, in all heads that share keys."""
+    lengths = ([300, 0, 90, 0], [130, 7, 400, 163])  # the last entry has tokens of no sequence
     ends = [torch.tensor([0, *side[:3]], dtype=torch.int32).cumsum(0).int() for side in lengths]
     sequences = list(zip(*lengths, ends[0].tolist(), strict=False))
     for G, heads, is_packed in ((2, 3, False), (1, 1, True), (3, 2, True)):
@@ -344,28 +350,28 @@ def check_largest_weights() -> None:
                 weights.shape[1], LEFT=right >= 0, RIGHT=left >= 0, WIDTH=16, num_warps=4,
             )  # fmt: skip
             want = []
-            for number, (queries, keys, start) in enumerate(
+            for index, (queries, keys, start) in enumerate(
                 sequences if is_packed else [(SQ, SK, 0)]
             ):
-                base = (start // 128 + number) * 2 if is_packed else 0
+                base = (start // 128 + index) * 2 if is_packed else 0
                 i = torch.arange(queries).view(-1, 1) + keys - queries
                 j = torch.arange(keys)
-                seen = ((j - i <= right) | (right < 0)) & ((i - j <= left) | (left < 0))
-                for tile in seen.split(128, 1):
+                visible = ((j - i <= right) | (right < 0)) & ((i - j <= left) | (left < 0))
+                for tile in visible.split(128, 1):
                     blocks = [base + n for n, x in enumerate(tile.split(64)) if x.any()]
                     want.append(weights[:, blocks].view(G, heads * len(blocks)))
             if left >= 0 and not is_packed:
                 want.reverse()  # the last tile comes first
             tiles = len(want)
             got = largest[: G * tiles].view(G, tiles)
-            for tile, of_tile in enumerate(want):
-                if of_tile.numel():  # else nothing is multiplied by it
-                    assert torch.equal(got[:, tile], of_tile.amax(1).ceil())
+            for tile, tile_weights in enumerate(want):
+                if tile_weights.numel():  # otherwise nothing uses the value
+                    assert torch.equal(got[:, tile], tile_weights.amax(1).ceil())
             assert largest[G * tiles :].isnan().all()
 
 
-def values_close(data: Tensor, exact: Tensor) -> None:
-    """Within a step of e4m3, powers of two within their half."""
+def assert_values_close(data: Tensor, exact: Tensor) -> None:
+    """Asserts errors within a step of e4m3; powers of two may lose half of their value."""
     assert ((data - exact).abs() <= exact.abs() * 0.53 + 2.0**-9).all()
     assert (data - exact).norm() <= 0.1 * exact.norm()
 
@@ -376,7 +382,9 @@ def check_rotary() -> None:
         for shape in ((A, B, 1, R), (1, B, 1, R), (A, 1, 1, R)):
             cos, sin = torch.randn(shape), torch.randn(shape)
             for flags in ((True, True), (True, False), (False, True), (False, False)):
-                same(*(of.rotate(t, cos, sin, *flags) for of in (rotary, rotary.reference)))
+                assert_same(
+                    *(module.rotate(t, cos, sin, *flags) for module in (rotary, rotary.reference))
+                )
 
 
 def check_gemm_of_few_rows() -> None:
@@ -393,7 +401,7 @@ def check_gemm_of_few_rows() -> None:
 
 
 def check_paged_attention() -> None:
-    """Queries in float32, whose dot the interpreter computes as it is; pages, parts, windows."""
+    """Float32 queries, whose products the interpreter does not round; pages, parts, windows."""
     for B, H, G, S, D, DV, P in ((2, 4, 2, 3, 20, 8, 5), (1, 2, 2, 1, 16, 34, 64)):
         q = torch.randn(B, H, S, D)
         k, v = torch.randn(40, G, P, D), torch.randn(40, G, P, DV)
@@ -402,19 +410,19 @@ def check_paged_attention() -> None:
         sequences = torch.stack((torch.arange(B).flip(0), before, torch.tensor([S, 1][:B]))).int()
         scales = (torch.rand(2, 40, G, P, 1) + 0.1) * torch.logspace(-3, 3, P)[:, None]
         for window, cache in (((-1, 0), FP32), ((9, 0), FP32), ((4, 2), E4M3), ((-1, 0), E5M2)):
-            of_cache = (None, None) if cache == FP32 else scales
-            arguments = (q, k.to(cache), v.to(cache), *of_cache, table, sequences, *window, 0.2)
+            cache_scales = (None, None) if cache == FP32 else scales
+            arguments = (q, k.to(cache), v.to(cache), *cache_scales, table, sequences, *window, 0.2)
             common = paged_attention._common
             with unittest.mock.patch.object(common, "multiprocessors", return_value=4):
                 got = paged_attention.paged_attention(*arguments)
             want = ops.paged_attention(*arguments)
-            # Of an FP8 cache, queries and probabilities are rounded to float16.
+            # With an FP8 cache, queries and probabilities are rounded to float16.
             limit = 1e-5 if cache == FP32 else 2 * torch.finfo(torch.float16).eps
             assert (got - want).norm() <= limit * want.norm()
 
 
 def check_writes_to_pages() -> None:
-    """Of some of a call's tokens, in another order."""
+    """Writes some tokens of a call, in another order."""
     for B, G, S, D, P in ((2, 3, 4, 20, 5), (3, 8, 1, 128, 16), (1, 1, 3, 2, 2)):
         x = torch.randn(B, S, G, D).transpose(1, 2) * torch.logspace(-8, 8, G)[:, None, None]
         x[-1, -1, -1] = 0.0
@@ -422,90 +430,101 @@ def check_writes_to_pages() -> None:
         tokens = torch.stack((row // S, token % S, torch.randperm(B * S), row % P))[:, : B * S - 1]
         for dtype, cache in ((FP32, FP32), (BF16, BF16), (FP32, E4M3), (BF16, E5M2)):
             runs = []
-            for of in (paged_attention, paged_attention.reference):
+            for module in (paged_attention, paged_attention.reference):
                 data, scale = torch.zeros(B * S, G, P, D).to(cache), torch.zeros(B * S, G, P, 1)
-                of.write_pages_(
+                module.write_pages_(
                     x.to(dtype), data, scale if cache.itemsize == 1 else None, tokens.contiguous()
                 )
                 runs.append((data, scale))
-            all_same(*runs)
+            assert_all_same(*runs)
 
 
 def check_merge_attention() -> None:
-    """Of ranges of queries, in several layouts, and with queries that have seen no key."""
+    """Merges ranges of queries in several layouts, with fully masked queries."""
     for B, H, S, D in ((2, 3, 21, 20), (1, 1, 64, 128), (2, 5, 1, 8)):
-        out, seen = torch.randn(B, S + 2, H, D).transpose(1, 2), torch.randn(B, H, S, D)
-        lse, seen_lse = torch.randn(B, H, S + 2), torch.randn(B, H, S) * 20
-        lse[0, 0, 2], seen_lse[-1, -1, -1] = -torch.inf, -torch.inf
+        out, other_out = torch.randn(B, S + 2, H, D).transpose(1, 2), torch.randn(B, H, S, D)
+        lse, other_lse = torch.randn(B, H, S + 2), torch.randn(B, H, S) * 20
+        lse[0, 0, 2], other_lse[-1, -1, -1] = -torch.inf, -torch.inf
         runs = []
-        for of in (attention, attention.reference):
-            total, logarithm = out.clone(), lse.clone()
-            of.merge_attention_(total[:, :, 2:], logarithm[:, :, 2:], seen, seen_lse)
-            runs.append((total, logarithm))
+        for module in (attention, attention.reference):
+            merged, logarithm = out.clone(), lse.clone()
+            module.merge_attention_(merged[:, :, 2:], logarithm[:, :, 2:], other_out, other_lse)
+            runs.append((merged, logarithm))
         torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-5)
 
 
-def one_for_all(rows: int) -> Tensor:
-    """A scale for each row, of which there is one in memory."""
+def expanded_scale(rows: int) -> Tensor:
+    """A scale for each row, expanded from one scale in memory."""
     return torch.rand(1, 1).expand(rows, 1)
 
 
-def row_map(tokens: int, places: int, rows: int, filled: int) -> Tensor:
-    """Rows below ``filled`` at random places; among the numbers for nowhere, some out of range."""
-    nowhere = torch.tensor([-1, -7, rows, 2**31 - 1], dtype=torch.int32)
-    to = nowhere[torch.randint(0, 4, (tokens * places,))]
-    to[torch.randperm(tokens * places)[:filled]] = torch.randperm(filled).int()
-    return torch.cat([to.view(tokens, places), to.new_full((tokens, 1), filled)], 1)
+def random_row_map(tokens: int, slots: int, rows: int, filled: int) -> Tensor:
+    """Rows below ``filled`` at random slots; the other slots hold numbers that mean no row.
+
+    Some of these numbers are out of range.
+    """
+    no_row = torch.tensor([-1, -7, rows, 2**31 - 1], dtype=torch.int32)
+    rows_of_slots = no_row[torch.randint(0, 4, (tokens * slots,))]
+    rows_of_slots[torch.randperm(tokens * slots)[:filled]] = torch.randperm(filled).int()
+    return torch.cat(
+        [rows_of_slots.view(tokens, slots), rows_of_slots.new_full((tokens, 1), filled)], 1
+    )
 
 
 def check_permute() -> None:
-    """Tokens, places, rows, filled rows, features, blocks of a row."""
+    """The cases are tokens, slots, rows, filled rows, features, and blocks of a row."""
     for T, S, R, F, H, B in (
         (9, 4, 20, 13, 70, 3), (5, 1, 5, 5, 2100, 1), (1, 130, 8, 8, 5, 40), (3, 2, 0, 0, 8, 1),
         (0, 3, 4, 0, 8, 2), (4, 3, 40, 0, 8, 2), (6, 8, 4, 4, 0, 1),
     ):  # fmt: skip
-        places, probs = row_map(T, S, R, F), torch.rand(T, S)
+        row_map, probs = random_row_map(T, S, R, F), torch.rand(T, S)
         x, merged = torch.randn(T, H), torch.randn(R, H)
         scale, amax = torch.rand(B, T).t(), torch.rand(T, B)
-        codes = torch.randint(0, 256, (H, T), dtype=torch.uint8).t()
+        fp8_bytes = torch.randint(0, 256, (H, T), dtype=torch.uint8).t()
         for arguments in (
-            (x, places, R), (x.bfloat16(), places, R, probs), (x.double(), places, R, probs),
-            (codes, places, R, probs.bfloat16(), None, scale, amax),
+            (x, row_map, R), (x.bfloat16(), row_map, R, probs), (x.double(), row_map, R, probs),
+            (fp8_bytes, row_map, R, probs.bfloat16(), None, scale, amax),
         ):  # fmt: skip
             got, want = permute.scatter_rows(*arguments), permute.reference.scatter_rows(*arguments)
-            all_same_or_none(got, want)
-        arguments = (x, places, R, probs, merged)
+            assert_all_same_or_none(got, want)
+        arguments = (x, row_map, R, probs, merged)
         y, dots, *_ = permute.scatter_rows(*arguments)
-        y_wanted, dots_wanted, *_ = permute.reference.scatter_rows(*arguments)
-        same(y, y_wanted)
-        torch.testing.assert_close(dots, dots_wanted)
-        fp8, kind = merged.to(E5M2), (FP32, probs, None)
+        expected_y, expected_dots, *_ = permute.reference.scatter_rows(*arguments)
+        assert_same(y, expected_y)
+        torch.testing.assert_close(dots, expected_dots)
+        fp8, options = merged.to(E5M2), (FP32, probs, None)
         for arguments in (
-            (merged, places, FP32), (merged, places, FP32, probs), (merged.double(), places, FP32),
-            (torch.randn(H, R).t(), places, FP32, probs, torch.rand(R).half()),
-            (fp8, places, *kind, torch.rand(B, R).t(), max(-(-H // B), 1)),
-            (fp8, places, *kind, one_for_all(R), H),
+            (merged, row_map, FP32), (merged, row_map, FP32, probs),
+            (merged.double(), row_map, FP32),
+            (torch.randn(H, R).t(), row_map, FP32, probs, torch.rand(R).half()),
+            (fp8, row_map, *options, torch.rand(B, R).t(), max(-(-H // B), 1)),
+            (fp8, row_map, *options, expanded_scale(R), H),
         ):  # fmt: skip
             got, want = permute.gather_rows(*arguments), permute.reference.gather_rows(*arguments)
-            all_same_or_none(got, want)
+            assert_all_same_or_none(got, want)
 
     for T, S in ((0, 3), (5, 0), (300, 130), (70, 3), (1, 1)):
         for mask in (torch.rand(T, S) < 0.4, (torch.rand(S, T) < 0.1).int().t() * 7):
-            all_same(permute.row_map_of(mask), permute.reference.row_map_of(mask))
+            assert_all_same(permute.row_map_of(mask), permute.reference.row_map_of(mask))
     for T, K, E in ((0, 3, 4), (5, 0, 2), (300, 4, 130), (70, 3, 5), (1, 1, 1)):
         index = torch.randint(-1, E + 2, (K, T)).t()
-        for one in (index, index.short()):
-            all_same(permute.row_map_of(one, E), permute.reference.row_map_of(one, E))
+        for experts in (index, index.short()):
+            assert_all_same(
+                permute.row_map_of(experts, E), permute.reference.row_map_of(experts, E)
+            )
 
 
-def all_same_or_none(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> None:
-    for one, other in zip(got, want, strict=True):
-        same(one, other)
+def assert_all_same_or_none(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> None:
+    for actual, expected in zip(got, want, strict=True):
+        assert_same(actual, expected)
 
 
 def check_router() -> None:
-    """Tokens, experts, topk, groups and how many of them; infinities, NaN, equal logits."""
-    for T, E, topk, parts, best in (
+    """The cases are tokens, experts, topk, groups, and selected groups.
+
+    The logits have infinities, NaN and equal values.
+    """
+    for T, E, topk, groups_of_experts, selected in (
         (7, 12, 3, 4, 2), (1, 1, 1, 1, 0), (5, 130, 8, 1, 0), (6, 36, 6, 9, 2), (0, 4, 2, 1, 0),
     ):  # fmt: skip
         logits = torch.randn(T, E) * 4
@@ -516,36 +535,40 @@ def check_router() -> None:
             ("sqrtsoftplus", False, logits),
         ):  # fmt: skip
             bias = None if name == "softmax" else torch.randn(E)
-            for how in (
-                (topk, name, pre, parts, best, 2.5, False), (topk, name, pre, 1, 0, 1.0, True),
+            for options in (
+                (topk, name, pre, groups_of_experts, selected, 2.5, False),
+                (topk, name, pre, 1, 0, 1.0, True),
             ):  # fmt: skip
-                z = logits if how[-1] else z
-                (got, chosen), (want, wanted) = (
-                    of.route(z, bias, *how) for of in (router, router.reference)
+                z = logits if options[-1] else z
+                (got, routing_map), (want, expected_map) = (
+                    module.route(z, bias, *options) for module in (router, router.reference)
                 )
                 torch.testing.assert_close(got, want, equal_nan=True)
-                assert torch.equal(chosen, wanted)
+                assert torch.equal(routing_map, expected_map)
                 gradient = (
-                    torch.randn(T, E), z.nan_to_num(neginf=-9.0), wanted, *how[:3], *how[5:],
+                    torch.randn(T, E), z.nan_to_num(neginf=-9.0), expected_map, *options[:3],
+                    *options[5:],
                 )  # fmt: skip
-                got, want = (of.route_backward(*gradient) for of in (router, router.reference))
+                got, want = (
+                    module.route_backward(*gradient) for module in (router, router.reference)
+                )
                 torch.testing.assert_close(got, want)
 
 
 def check_cross_entropy() -> None:
-    """Rows of one block, of several and of a part of one; shards of nothing but -inf; strides."""
+    """Rows of one block, several blocks or less than one; shards that are all -inf; strides."""
     cross_entropy.BLOCK = 64
     for M, V, dtype in ((5, 300, FP32), (3, 64, BF16), (1, 1, FP32), (4, 7, BF16), (0, 9, FP32)):
         logits = (torch.randn(M, 2 * V) * 4).to(dtype)[:, :V]
         logits[1:2], logits[2:3, V // 2 :] = -torch.inf, -torch.inf
         target = torch.randint(-2, V + 2, (M,))
         arguments = logits, target
-        both = cross_entropy, cross_entropy.reference
-        got, want = (of.cross_entropy_statistics(*arguments) for of in both)
+        modules = cross_entropy, cross_entropy.reference
+        got, want = (module.cross_entropy_statistics(*arguments) for module in modules)
         torch.testing.assert_close(got, want)
         factors = torch.stack([want[0] + want[1].log(), *torch.randn(3, M)])
         factors[1, 1:2] = 0.0
-        got, want = (of.cross_entropy_backward(*arguments, factors) for of in both)
+        got, want = (module.cross_entropy_backward(*arguments, factors) for module in modules)
         torch.testing.assert_close(got, want)
 
 
@@ -557,12 +580,12 @@ def check_moments() -> None:
         for row, value in zip(x[:9], specials, strict=False):
             row[: len(row) // 2] = value
         results = []
-        for of in (moments.moments, moments):
+        for module in (moments.moments, moments):
             data, scale = torch.zeros(M, K).byte(), torch.zeros(M, -(-K // 128)).byte()
-            of.quantize_moment_(x, data, scale, 5, is_square)
-            results.append((data, scale, of.dequantize_moment(data, scale, is_square)))
+            module.quantize_moment_(x, data, scale, 5, is_square)
+            results.append((data, scale, module.dequantize_moment(data, scale, is_square)))
         want, got = ([a * ~c.isnan(), b, c.nan_to_num(9)] for a, b, c in results)
-        all_same(got, want)
+        assert_all_same(got, want)
 
 
 def check_measure() -> None:
@@ -575,24 +598,24 @@ def check_measure() -> None:
     ]
     for block, fp8_dtype, x in cases:
         x[0, :3] = torch.tensor([torch.inf, torch.nan, -torch.inf])[: x.shape[1]].to(x.dtype)
-        # The interpreter takes NaN for a number.
+        # The interpreter treats NaN as a number.
         q = (torch.randint(256, x.shape) & ~4).to(torch.uint8).view(fp8_dtype)
         scale = torch.rand(scale_shape(tuple(x.shape), block))
-        for last in (scale[-1, -1].clone(), torch.nan):
-            scale[-1, -1] = last
+        for last_scale in (scale[-1, -1].clone(), torch.nan):
+            scale[-1, -1] = last_scale
             got = measure.measure_cast(x, q, scale, block)
             want = _numbers_by_torch(x, q, scale, block)
-            # Squares are summed in another order.
+            # The order of the sums of squares differs.
             torch.testing.assert_close(got[0][259:], want[0][259:], rtol=1e-14, atol=0)
-            all_same([got[0][:259], got[1]], [want[0][:259], want[1]])
+            assert_all_same([got[0][:259], got[1]], [want[0][:259], want[1]])
 
 
 def check_transpose_and_dequantize() -> None:
     q = torch.randint(0, 127, (70, 135), dtype=torch.uint8).clamp(max=120).view(E4M3)
-    for one in (q, q.t(), q[:, ::2], q[:0]):
+    for matrix_ in (q, q.t(), q[:, ::2], q[:0]):
         for align in (1, 16):
-            got, want = transpose(one, align), reference.transpose(one, align)
-            same(got.view(torch.uint8), want.view(torch.uint8))
+            got, want = transpose(matrix_, align), reference.transpose(matrix_, align)
+            assert_same(got.view(torch.uint8), want.view(torch.uint8))
     scales = [
         (torch.tensor(0.3), (-1, -1)), (torch.rand(70, 1), (1, -1)),
         (torch.rand(2, 70).t(), (1, 128)), (torch.rand(1, 2), (128, 128)),
@@ -601,12 +624,12 @@ def check_transpose_and_dequantize() -> None:
     for scale, block in scales:
         for dtype in (FP32, torch.float16):
             arguments = (scale, block, dtype)
-            same(dequantize(q, *arguments), reference.dequantize(q, *arguments))
+            assert_same(dequantize(q, *arguments), reference.dequantize(q, *arguments))
     arguments = (torch.rand(1, 70), (-1, 1), FP32)
-    same(dequantize(q.t(), *arguments), reference.dequantize(q.t(), *arguments))
-    # The interpreter truncates to bfloat16, so only values that need no rounding can be compared.
+    assert_same(dequantize(q.t(), *arguments), reference.dequantize(q.t(), *arguments))
+    # The interpreter truncates to bfloat16, so this compares only values that need no rounding.
     arguments = (torch.rand(70, 1).log2().round().exp2(), (1, -1), BF16)
-    same(dequantize(q, *arguments), reference.dequantize(q, *arguments))
+    assert_same(dequantize(q, *arguments), reference.dequantize(q, *arguments))
 
 
 def check_update_scales() -> None:
@@ -622,101 +645,105 @@ def check_update_scales() -> None:
                 history, amax.clone(), torch.rand(2, slots), torch.arange(slots, dtype=torch.int32),
                 torch.tensor([448.0, 57344.0] * 4)[:slots],
             )  # fmt: skip
-            other = tuple(tensor.clone() for tensor in state)
+            reference_state = tuple(tensor.clone() for tensor in state)
             arguments = (margin, interval, most_recent, power_of_2)
             for _ in range(2):
                 got = scaling.update_scales_(*state, *arguments)
-                want = reference.update_scales_(*other, *arguments)
-                all_same((*state, got), (*other, want))
+                want = reference.update_scales_(*reference_state, *arguments)
+                assert_all_same((*state, got), (*reference_state, want))
                 state[1].copy_(torch.rand(slots))
-                other[1].copy_(state[1])
+                reference_state[1].copy_(state[1])
 
 
 def check_groups() -> None:
-    """Casts of groups and of batches; rows that belong to nobody hold NaN."""
+    """Casts of groups and of batches; padding rows hold NaN."""
     sizes = [0, 1, 130, 0, 15]
     for index, (block, w_block, rule) in enumerate(groups.CASTS.values()):
         fp8_dtype = (E4M3, E5M2)[index % 2]
-        offs = groups.ends(sizes, dtype=(torch.int32, torch.int64)[index % 2])
+        offs = groups.offsets(sizes, dtype=(torch.int32, torch.int64)[index % 2])
         columns = 70 if ALL or index < 2 else 50  # two tiles of columns, or one
         x = groups.rows(sizes, columns, dtype=BF16)
         batch = (torch.randn(2, 40, 140), torch.randn(2, 140, 40, dtype=BF16).mT)
-        # One orientation alone is another way for rows, and the same in all other blocks.
-        alone = ((True, False, False), (False, True, False))
-        for wanted in ((True, True, True), *(alone if ALL or block == (1, -1) else ())):
-            # Of values that the interpreter rounds to bfloat16 nothing could be told.
+        # A single orientation runs other code for rows, and the same code for all other blocks.
+        single = ((True, False, False), (False, True, False))
+        for outputs in ((True, True, True), *(single if ALL or block == (1, -1) else ())):
+            # The interpreter rounds to bfloat16 wrongly, so prologues are float32.
             token = torch.randint(-1, sum(sizes), (len(x),), dtype=torch.int32)
             for kind, *inputs in (
                 ("", x), ("reglu", x.float()), ("relu_backward", x.float(), x.float()),
                 ("permute", x, token), ("multiply", x.float(), x.float()[:, :1].expand_as(x)),
             ):  # fmt: skip
-                if kind and not (all(wanted) and rule == "pow2"):
+                if kind and not (all(outputs) and rule == "pow2"):
                     continue
-                one = inputs[0]
-                arguments = (kind, inputs, one.dtype, offs, fp8_dtype, block, rule, 0.0, *wanted)
-                same_casts(
+                first = inputs[0]
+                arguments = (kind, inputs, first.dtype, offs, fp8_dtype, block, rule, 0.0, *outputs)
+                assert_same_casts(
                     groups.cast_groups(cast, *arguments),
                     groups.cast_groups(ops.cast_op, *arguments),
                     groups.used_columns(sizes),
                 )
-            for w in batch if ALL and all(wanted) else batch[index % 2 :][:1]:
-                arguments = ("", [w], w.dtype, None, fp8_dtype, w_block, rule, 0.0, *wanted[:2])
-                same_casts(
+            for w in batch if ALL and all(outputs) else batch[index % 2 :][:1]:
+                arguments = ("", [w], w.dtype, None, fp8_dtype, w_block, rule, 0.0, *outputs[:2])
+                assert_same_casts(
                     groups.cast_groups(cast, *arguments),
                     groups.cast_groups(ops.cast_op, *arguments),
                 )
-    same(grouped_cast.plan_groups(offs, len(x)), reference.plan_groups(offs, len(x)))
-    how = (E4M3, (-1, -1))
+    assert_same(grouped_cast.plan_groups(offs, len(x)), reference.plan_groups(offs, len(x)))
+    format_and_block = (E4M3, (-1, -1))
     factors = torch.rand(5, 8)[:, 0]
-    every = [
+    given_scales = [
         (700 + torch.rand(5, 1, 1) * 700, "fp32"), (torch.full((1,), 0.3), "encode"),
         (torch.full((1, 1), 700.0), "fp32"), (factors, "encode"),
     ]  # fmt: skip
-    for given, rule in every if ALL else every[:2]:  # a factor of each group a batch has below
+    # Without --all, only the batch below has a factor for each group.
+    for given_scale, rule in given_scales if ALL else given_scales[:2]:
         slots = [torch.full((5,), -1.0) if rule == "encode" else None for _ in range(2)]
-        rest = (offs, *how, rule, 0.0, True, True, False, given)
-        same_casts(
-            groups.cast_groups(cast, "", [x], BF16, *rest, slots[0]),
-            groups.cast_groups(ops.cast_op, "", [x], BF16, *rest, slots[1]),
+        options = (offs, *format_and_block, rule, 0.0, True, True, False, given_scale)
+        assert_same_casts(
+            groups.cast_groups(cast, "", [x], BF16, *options, slots[0]),
+            groups.cast_groups(ops.cast_op, "", [x], BF16, *options, slots[1]),
             groups.used_columns(sizes),
         )
-        same(*slots)
-    # More tiles than programs, whose groups a program skips, begins in and ends in.
-    sizes, many = [0, 300, 0, 0, 70, 200, 1, 0, 129, 0], 3
-    x, offs = groups.rows(sizes, 150, dtype=BF16), groups.ends(sizes)
+        assert_same(*slots)
+    # There are more tiles than programs, so a program skips groups, or begins and ends within one.
+    sizes, programs = [0, 300, 0, 0, 70, 200, 1, 0, 129, 0], 3
+    x, offs = groups.rows(sizes, 150, dtype=BF16), groups.offsets(sizes)
     plan = grouped_cast.plan_groups(offs, len(x))
-    with unittest.mock.patch.object(prologue, "AMAX_PROGRAMS", many):
-        for known in (None, plan):
-            arguments = ("", [x], BF16, offs, *how, "fp32", 0.0, False, False, False, None, None)
-            got = groups.cast_groups(cast, *arguments, known)
-            same(got[2], groups.cast_groups(ops.cast_op, *arguments)[2])
+    with unittest.mock.patch.object(prologue, "AMAX_PROGRAMS", programs):
+        for known_plan in (None, plan):
+            arguments = (
+                "", [x], BF16, offs, *format_and_block, "fp32", 0.0, False, False, False, None, None
+            )  # fmt: skip
+            got = groups.cast_groups(cast, *arguments, known_plan)
+            assert_same(got[2], groups.cast_groups(ops.cast_op, *arguments)[2])
             assert got.count(None) == 5
     factors = torch.rand(2, 8)[:, 0]
     slots = [torch.full((2,), -1.0) for _ in range(2)]
-    rest = (None, *how, "encode", 0.0, True, True, False, factors)
-    same_casts(
-        groups.cast_groups(cast, "", batch[:1], FP32, *rest, slots[0]),
-        groups.cast_groups(ops.cast_op, "", batch[:1], FP32, *rest, slots[1]),
+    options = (None, *format_and_block, "encode", 0.0, True, True, False, factors)
+    assert_same_casts(
+        groups.cast_groups(cast, "", batch[:1], FP32, *options, slots[0]),
+        groups.cast_groups(ops.cast_op, "", batch[:1], FP32, *options, slots[1]),
     )
-    same(*slots)
+    assert_same(*slots)
 
 
-def same_casts(got: Sequence[Any], want: Sequence[Any], used: int | None = None) -> None:
-    """``used``: so many columns of a transpose mean something."""
+def assert_same_casts(got: Sequence[Any], want: Sequence[Any], used: int | None = None) -> None:
+    """Compares the results of casts; of a transpose only the first ``used`` columns count."""
     *got, sums = got
-    *want, sums_wanted = want
+    *want, expected_sums = want
     q_t = want[3]
-    for index, (one, other) in enumerate(zip(got, want, strict=True)):
+    for index, (actual, expected) in enumerate(zip(got, want, strict=True)):
         width = None
-        if used is not None and index >= 3 and other is not None and other.ndim == 2:
-            width = used if index == 3 else -(-used * other.shape[1] // q_t.shape[1])
-            width = max(width, 1) if other.shape[1] == 1 else width
-        same(
-            one if one is None else one[..., :width], other if other is None else other[..., :width]
+        if used is not None and index >= 3 and expected is not None and expected.ndim == 2:
+            width = used if index == 3 else -(-used * expected.shape[1] // q_t.shape[1])
+            width = max(width, 1) if expected.shape[1] == 1 else width
+        assert_same(
+            actual if actual is None else actual[..., :width],
+            expected if expected is None else expected[..., :width],
         )
-        assert one is None or one.stride() == other.stride() or 1 in one.shape
-    if sums_wanted is not None:
-        sums_close(sums, sums_wanted)
+        assert actual is None or actual.stride() == expected.stride() or 1 in actual.shape
+    if expected_sums is not None:
+        assert_sums_close(sums, expected_sums)
 
 
 def check_norm() -> None:
@@ -726,35 +753,35 @@ def check_norm() -> None:
         for bias in (torch.randn(columns), None):
             center = bias is not None
             *got, _ = norm.norm(x, weight, bias, 1e-5, center, FP32)
-            *wanted, _ = reference.norm(x, weight, bias, 1e-5, center, FP32)
-            for one, want in zip(got, wanted, strict=True):
-                torch.testing.assert_close(one, want, rtol=1e-5, atol=1e-5)
+            *expected, _ = reference.norm(x, weight, bias, 1e-5, center, FP32)
+            for actual, want in zip(got, expected, strict=True):
+                torch.testing.assert_close(actual, want, rtol=1e-5, atol=1e-5)
             arguments = (x, weight, bias, 1e-5, center, FP32, None, (), False, True)
-            none, *stats, amax = norm.norm(*arguments)
-            assert none is None
-            for one, other in zip(stats, got[1:], strict=True):
-                same(one, other)
-            same(amax, reference.amax(got[0], (-1, -1)))
+            no_output, *stats, amax = norm.norm(*arguments)
+            assert no_output is None
+            for actual, expected_tensor in zip(stats, got[1:], strict=True):
+                assert_same(actual, expected_tensor)
+            assert_same(amax, reference.amax(got[0], (-1, -1)))
             arguments = (dy, x, weight, *stats, center, x.dtype)
-            both = zip(
+            pairs = zip(
                 norm.norm_backward(*arguments), reference.norm_backward(*arguments), strict=True
             )
-            for one, want in both:
-                if one is None or want is None:
-                    assert one is want
+            for actual, want in pairs:
+                if actual is None or want is None:
+                    assert actual is want
                     continue
-                # The interpreter truncates to bfloat16; sums may cancel.
+                # The interpreter truncates to bfloat16, and terms of sums may cancel.
                 rtol = 2.0**-7 if want.dtype == BF16 else 1e-5
                 atol = 1e-5 * want.abs().max().item() if want.numel() else 0.0
-                torch.testing.assert_close(one, want, rtol=rtol, atol=atol)
+                torch.testing.assert_close(actual, want, rtol=rtol, atol=atol)
 
 
 def check_fp8_norm() -> None:
     blocks = ((-1, -1), (1, -1), (1, 128), (128, 128), (1, 32), (-1, 1), (3, 5))
     for rows, columns in ((5, 140), (67, 33), (3, 8200), (0, 4)):
         weight, dy = torch.randn(columns), matrix(rows, columns, FP32)
-        some = {5: blocks, 67: blocks[1::2], 3: blocks[::3], 0: blocks[::2]}[rows]
-        for index, block in enumerate(blocks if ALL else some):
+        some_blocks = {5: blocks, 67: blocks[1::2], 3: blocks[::3], 0: blocks[::2]}[rows]
+        for index, block in enumerate(blocks if ALL else some_blocks):
             q = matrix(columns, rows, FP32).t().clamp(-400, 400).to(E5M2)
             scale = torch.rand(scale_shape((rows, columns), block)) + 0.5
             values = reference.dequantize(q, scale, block, FP32)
@@ -768,16 +795,16 @@ def check_fp8_norm() -> None:
                 arguments = (dy, q, weight, mean, rstd, center, FP32, scale, block)
                 got += norm.norm_backward(*arguments)
                 want += reference.norm_backward(*arguments)
-                for index, (one, other) in enumerate(zip(got, want, strict=True)):
-                    if one is None or other is None:
-                        assert one is other
+                for index, (actual, expected) in enumerate(zip(got, want, strict=True)):
+                    if actual is None or expected is None:
+                        assert actual is expected
                         continue
-                    atol = 1e-5 * other.abs().max().item() if other.numel() else 0.0
-                    if index == 1 and center and rows:  # the means, whose terms may cancel
+                    atol = 1e-5 * expected.abs().max().item() if expected.numel() else 0.0
+                    if index == 1 and center and rows:  # terms of the means may cancel
                         atol = 2.0**-19 * size.item()
-                    torch.testing.assert_close(one, other, rtol=1e-5, atol=atol)
+                    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=atol)
     q, scale = torch.full((2, 8), 3.0).to(E4M3), torch.full((1, 1), 0.25)
-    for dtype in (BF16, torch.float16):  # 0.75, which needs no rounding
+    for dtype in (BF16, torch.float16):  # the value 0.75 needs no rounding
         quantized = (scale, (-1, -1))
         y, mean, rstd, _ = norm.norm(q, torch.ones(8), torch.ones(8), 0.5, True, dtype, *quantized)
         assert y.dtype == dtype
@@ -788,8 +815,8 @@ def check_fp8_norm() -> None:
         assert not dx.any()
 
 
-def sources() -> list[tuple[str, list[Tensor]]]:
-    """Kinds whose values the interpreter computes exactly: no exponential."""
+def exact_prologues() -> list[tuple[str, list[Tensor]]]:
+    """Prologues without an exponential, whose values the interpreter computes exactly."""
     x, wide, half = matrix(37, 140, FP32), matrix(37, 280, FP32), matrix(37, 70, FP32)
     vectors = [torch.rand(37) + 0.5, torch.randn(140), torch.randn(37), torch.randn(140)]
     return [
@@ -806,50 +833,50 @@ def sources() -> list[tuple[str, list[Tensor]]]:
     ]
 
 
-def check_sources() -> None:
-    for number, (kind, inputs) in enumerate(sources()):
+def check_prologues() -> None:
+    for index_of_kind, (kind, inputs) in enumerate(exact_prologues()):
         computed = Prologue(kind, inputs, FP32)
-        known = forms.amax(reference.amax_of, computed)
-        same(prologue.value_of(kind, inputs, FP32), reference.value_of(kind, inputs, FP32))
-        same(forms.amax(amax_of, computed), known)
+        amax = forms.amax(reference.amax_of, computed)
+        assert_same(prologue.value_of(kind, inputs, FP32), reference.value_of(kind, inputs, FP32))
+        assert_same(forms.amax(amax_of, computed), amax)
         # The interpreter does not saturate.
-        encode = (400 / known).clamp(max=1e3).view(1)
-        for transposed in (False, True):
+        encode = (400 / amax).clamp(max=1e3).view(1)
+        for columnwise in (False, True):
             got, want = torch.full((1,), -1.0), torch.full((1,), -1.0)
-            how = (E4M3, (-1, -1), 16)
-            same(
-                forms.encode(cast, computed, encode, got, *how, transposed=transposed),
-                forms.encode(ops.cast_op, computed, encode, want, *how, transposed=transposed),
+            options = (E4M3, (-1, -1), 16)
+            assert_same(
+                forms.encode(cast, computed, encode, got, *options, columnwise=columnwise),
+                forms.encode(ops.cast_op, computed, encode, want, *options, columnwise=columnwise),
             )
-            same(got, want)
+            assert_same(got, want)
         arguments = (computed, encode, None, E5M2, 16, True)
         *got, sums = forms.encode_pair(cast, *arguments)
-        *want, sums_wanted = forms.encode_pair(ops.cast_op, *arguments)
-        all_same(got, want)
-        sums_close(sums, sums_wanted)
+        *want, expected_sums = forms.encode_pair(ops.cast_op, *arguments)
+        assert_all_same(got, want)
+        assert_sums_close(sums, expected_sums)
         blocks = [((-1, -1), "pow2"), ((1, -1), "fp32"), ((1, 128), "fp32")]
         if kind == "layer_norm":
             blocks += [((1, 32), "e8m0"), ((1, 96), "fp32")]
-        # How a tile is scaled does not depend on the kind: in turn, each with some blocks.
-        turn = number % 3
+        # The scaling of a tile does not depend on the kind, so each kind has only some blocks.
+        block_index = index_of_kind % 3
         for index, (block, rule) in enumerate(blocks):
-            if not ALL and kind != "layer_norm" and index != turn:
+            if not ALL and kind != "layer_norm" and index != block_index:
                 continue
-            how = (computed, E4M3, block, rule, 0.0, 16)
+            options = (computed, E4M3, block, rule, 0.0, 16)
             alternate = (index + len(kind)) % 2 == 1
-            for transposed in (False, True) if ALL else (alternate,):
-                got = forms.quantize(cast, *how, transposed=transposed)
-                want = forms.quantize(reference.cast, *how, transposed=transposed)
-                all_same(got[:2], want[:2])
-                same(got[2], want[2])
+            for columnwise in (False, True) if ALL else (alternate,):
+                got = forms.quantize(cast, *options, columnwise=columnwise)
+                want = forms.quantize(reference.cast, *options, columnwise=columnwise)
+                assert_all_same(got[:2], want[:2])
+                assert_same(got[2], want[2])
             arguments = (computed, E4M3, block, rule, 1e-3, 1, True)
             *got, sums = forms.quantize_pair(cast, *arguments)
-            *want, sums_wanted = forms.quantize_pair(reference.cast, *arguments)
-            all_same(got, want)
-            sums_close(sums, sums_wanted)
-        how = (computed, E4M3, (-1, -1), "fp32", 0.0, 16, known * 1.5)
-        got = forms.quantize(cast, *how, transposed=True)
-        all_same(got[:2], forms.quantize(reference.cast, *how, transposed=True)[:2])
+            *want, expected_sums = forms.quantize_pair(reference.cast, *arguments)
+            assert_all_same(got, want)
+            assert_sums_close(sums, expected_sums)
+        options = (computed, E4M3, (-1, -1), "fp32", 0.0, 16, amax * 1.5)
+        got = forms.quantize(cast, *options, columnwise=True)
+        assert_all_same(got[:2], forms.quantize(reference.cast, *options, columnwise=True)[:2])
 
 
 def check_activations() -> None:
@@ -857,14 +884,14 @@ def check_activations() -> None:
         h = torch.randn(9, 20) * 4
         dy = torch.randn(9, 10 if gated else 20)
         for kind, inputs in ((name, [h]), (f"{name}_backward", [h, dy])):
-            got, want = (of.value_of(kind, inputs, FP32) for of in (prologue, reference))
+            got, want = (module.value_of(kind, inputs, FP32) for module in (prologue, reference))
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_num_threads(1)
-    mend_interpreter()
+    patch_interpreter()
     for name, check in [*globals().items()]:
         if name.startswith("check_"):
             torch.manual_seed(0)

@@ -1,9 +1,9 @@
-"""Run layers on a GPU that answers as one of SM 8.0, and compare with the CPU.
+"""Run layers on a GPU that reports SM 8.0, and compare them with the CPU.
 
     python -m tests.ops.on_sm80 cuda
 
-Triton compiles for the GPU that there is. So that nothing but torch touches FP8, a launch of a
-kernel with FP8 data raises, and so does each call of cuBLASLt in FP8.
+Triton compiles for the real GPU. A launch of a kernel with FP8 data raises, and so does each FP8
+call of cuBLASLt, so only torch may read or write FP8 data.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ RECIPES = [
 ]  # fmt: skip
 
 
-def watch_launches() -> None:
-    """Have a launch with FP8 data raise."""
+def forbid_fp8_launches() -> None:
+    """Make every launch with FP8 data raise."""
     launch = _launch.Launched._launch
 
-    def watched(self: Any, grid: Any, *args: Any, **constants: Any) -> None:
+    def checked_launch(self: Any, grid: Any, *args: Any, **constants: Any) -> None:
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         assert not any(t.dtype in FP8_DTYPES for t in tensors), self.function.fn.__name__
         launch(self, grid, *args, **constants)
 
-    def refused(*args: Any, **kwargs: Any) -> None:
+    def refused_gemm(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a GPU of SM 8.0 has no FP8 GEMM")
 
-    _launch.Launched._launch = watched
-    torch._scaled_mm = cublaslt.multiply = refused
+    _launch.Launched._launch = checked_launch
+    torch._scaled_mm = cublaslt.multiply = refused_gemm
 
 
 def model() -> nn.Module:
@@ -51,19 +51,19 @@ def model() -> nn.Module:
     return nn.Sequential(*layers).bfloat16()
 
 
-def same_bytes(a: Tensor, b: Tensor) -> None:
+def assert_same_bytes(a: Tensor, b: Tensor) -> None:
     left, right = (t.cpu().contiguous().view(torch.uint8) for t in (a, b))
     assert torch.equal(left, right)
 
 
 def error(a: Tensor, b: Tensor) -> float:
-    """The distance from a tensor of any device to one of the CPU, of the norm of the latter."""
+    """The norm of the difference, relative to that of the CPU tensor ``b``."""
     a, b = a.detach().cpu().float(), b.detach().float()
     return float((a - b).norm() / b.norm())
 
 
-def close(a: Tensor, b: Tensor, tolerance: float) -> None:
-    """Sums are in another order: an FP8 value may round to its neighbour."""
+def assert_close(a: Tensor, b: Tensor, tolerance: float) -> None:
+    """Asserts a small error; with another order of sums an FP8 value may round to its neighbour."""
     assert error(a, b) <= tolerance, error(a, b)
 
 
@@ -79,7 +79,7 @@ def train(layers: nn.Module, x: Tensor, recipe: Any) -> list[Tensor]:
 
 
 def check_casts(device: str) -> None:
-    """Bytes of both orientations, by every rule, of odd shapes and values that are not finite."""
+    """The bytes of both orientations, under every rule, for odd shapes and nonfinite values."""
     for shape in ((64, 128), (37, 130), (1, 1)):
         x = torch.randn(shape, dtype=torch.bfloat16)
         x[0, 0] = torch.inf
@@ -88,67 +88,73 @@ def check_casts(device: str) -> None:
             ((1, 32), "e8m0"),
         ):  # fmt: skip
             for fp8_dtype in FP8_DTYPES:
-                how = (x.dtype, fp8_dtype, block, rule, 0.0, 16, True, True, True)
-                got = float8lab.ops.cast_op("", [x.to(device)], *how)
-                want = float8lab.ops.cast_op("", [x], *how)
-                for here, there in zip(got[:5], want[:5], strict=True):  # not sums
-                    assert (here is None) == (there is None)
-                    if there is not None:
-                        same_bytes(here, there)
+                options = (x.dtype, fp8_dtype, block, rule, 0.0, 16, True, True, True)
+                got = float8lab.ops.cast_op("", [x.to(device)], *options)
+                want = float8lab.ops.cast_op("", [x], *options)
+                # The column sums are not compared.
+                for gpu_tensor, cpu_tensor in zip(got[:5], want[:5], strict=True):
+                    assert (gpu_tensor is None) == (cpu_tensor is None)
+                    if cpu_tensor is not None:
+                        assert_same_bytes(gpu_tensor, cpu_tensor)
 
 
 def check_layers(device: str) -> None:
-    """A converted model, forward and backward, and experts."""
+    """The forward and backward of a converted model and of experts."""
     x = torch.randn(4, 32, 64, dtype=torch.bfloat16)
     exact = train(model().double(), x.double(), None)
     for recipe in RECIPES:
-        plain = float8lab.convert_to_float8(model(), recipe=recipe)
-        here = copy.deepcopy(plain).to(device)
-        want = train(plain, x, recipe)
-        results = train(here, x.to(device), recipe)
-        for got, expected, truth in zip(results, want, exact, strict=True):
-            # A neighbour in FP4 is a quarter to a half away, and is drawn at random in backward.
-            close(got, expected, 0.2 if recipe is RECIPES[-1] else 0.1)
-            assert error(got, truth) <= 1.1 * error(expected, truth), (recipe, error(got, truth))
+        cpu_model = float8lab.convert_to_float8(model(), recipe=recipe)
+        gpu_module = copy.deepcopy(cpu_model).to(device)
+        want = train(cpu_model, x, recipe)
+        results = train(gpu_module, x.to(device), recipe)
+        for got, expected, exact_tensor in zip(results, want, exact, strict=True):
+            # Neighbours in FP4 differ by a quarter to a half, and backward rounds stochastically.
+            assert_close(got, expected, 0.2 if recipe is RECIPES[-1] else 0.1)
+            assert error(got, exact_tensor) <= 1.1 * error(expected, exact_tensor), (
+                recipe,
+                error(got, exact_tensor),
+            )
     torch.manual_seed(0)
     experts = float8lab.GroupedLinear(2, 64, 96, device="cpu", params_dtype=torch.bfloat16)
     rows, splits = x.flatten(0, 1), [100, 28]
     for recipe in RECIPES[:4]:
-        here = copy.deepcopy(experts).to(device)
+        gpu_module = copy.deepcopy(experts).to(device)
         results = []
-        for module, tokens in ((here, rows.to(device)), (experts, rows)):
+        for module, tokens in ((gpu_module, rows.to(device)), (experts, rows)):
             with float8lab.autocast(recipe=recipe):
                 results.append(module(tokens, splits))
             results[-1].float().square().mean().backward()
-        close(results[0], results[1], 0.1)
+        assert_close(results[0], results[1], 0.1)
 
 
 def check_stored(device: str) -> None:
-    """Weights of one byte, trained with moments in FP8; they begin with the same bytes."""
+    """Weights stored in FP8 and trained with FP8 moments, from the same initial bytes."""
     results = []
-    for place in ("cpu", device):
+    for module_device in ("cpu", device):
         torch.manual_seed(0)
         with float8lab.fp8_model_init(enabled=True, recipe=RECIPES[0]):
-            layer = float8lab.Linear(64, 96, device="cpu", params_dtype=torch.bfloat16).to(place)
+            layer = float8lab.Linear(64, 96, device="cpu", params_dtype=torch.bfloat16).to(
+                module_device
+            )
         assert layer.weight.qdata.element_size() == 1
         start = layer.weight.qdata.cpu().clone()  # the optimizer changes it in place
         options = {"fp8_moments": True, "lr": 0.01}
         optimizer = MasterWeights(layer.parameters(), torch.optim.AdamW, **options)
         for _ in range(2):
             with float8lab.autocast(recipe=RECIPES[0]):
-                y = layer(torch.ones(32, 64, dtype=torch.bfloat16, device=place))
+                y = layer(torch.ones(32, 64, dtype=torch.bfloat16, device=module_device))
             y.float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         results.append((start, layer.weight.dequantize().cpu(), y))
-    (start, weight, y), (start_there, weight_there, y_there) = results
-    same_bytes(start_there, start)
-    close(weight_there, weight, 0.05)
-    close(y_there, y, 0.05)
+    (start, weight, y), (gpu_start, gpu_weight, gpu_y) = results
+    assert_same_bytes(gpu_start, start)
+    assert_close(gpu_weight, weight, 0.05)
+    assert_close(gpu_y, y, 0.05)
 
 
 def check_graphs(device: str) -> None:
-    """A compiled layer, and a CUDA graph of a forward pass, give what the layer gives."""
+    """A compiled layer and a CUDA graph of its forward equal the layer."""
     torch.manual_seed(0)
     layer = float8lab.Linear(64, 64, device="cpu", params_dtype=torch.bfloat16).to(device)
     x = torch.randn(32, 64, dtype=torch.bfloat16).to(device).requires_grad_()
@@ -161,9 +167,9 @@ def check_graphs(device: str) -> None:
     compiled = torch.compile(
         run, fullgraph=True, backend="inductor" if device == "cuda" else "eager"
     )
-    again = compiled(x)
-    close(again, y.cpu(), 1e-2)
-    again.sum().backward()
+    compiled_y = compiled(x)
+    assert_close(compiled_y, y.cpu(), 1e-2)
+    compiled_y.sum().backward()
     if device == "cuda":
         with torch.no_grad():
             for _ in range(3):
@@ -172,26 +178,26 @@ def check_graphs(device: str) -> None:
             with torch.cuda.graph(graph):
                 out = run(x)
             graph.replay()
-            close(out, y.cpu(), 1e-2)
+            assert_close(out, y.cpu(), 1e-2)
 
 
 def check_attention(device: str) -> None:
-    """In high precision, with one warning."""
+    """FP8 attention runs in high precision, with one warning."""
     attention = float8lab.DotProductAttention(2, 64, qkv_format="bshd", attn_mask_type="causal")
     tensors = [torch.randn(1, 128, 2, 64, dtype=torch.bfloat16, device=device) for _ in range(3)]
     want = attention(*tensors)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warnings_caught:
         warnings.simplefilter("always")
         for _ in range(2):
             with float8lab.autocast(recipe=recipes.Float8CurrentScaling(fp8_dpa=True)):
                 assert torch.equal(attention(*tensors), want)
-    assert sum("needs a Hopper GPU" in str(warning.message) for warning in said) == 1
+    assert sum("needs a Hopper GPU" in str(warning.message) for warning in warnings_caught) == 1
 
 
 def main(device: str) -> None:
     """Run all checks."""
     declare._capability_of = lambda _: (8, 0)  # type: ignore[assignment]
-    watch_launches()
+    forbid_fp8_launches()
     for check in (check_casts, check_layers, check_stored, check_graphs, check_attention):
         check(device)
         print(check.__name__)

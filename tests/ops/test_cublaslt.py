@@ -1,4 +1,4 @@
-"""What cuBLASLt is asked and told, by a library that notes it down."""
+"""The calls of cuBLASLt and their arguments, recorded by a fake library."""
 
 import ctypes
 from types import SimpleNamespace
@@ -14,17 +14,17 @@ from float8lab.formats import E4M3, E5M2
 from float8lab.ops.kernels import cublaslt
 from float8lab.ops.kernels._launch import STREAM
 
-BY_TENSOR, BY_ROW = ScalingType.TensorWise, ScalingType.RowWise
-BY_ROW_OF_128, BY_BLOCK = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+TENSORWISE, ROWWISE = ScalingType.TensorWise, ScalingType.RowWise
+BLOCKWISE_1X128, BLOCKWISE_128X128 = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
 
 
-class Library:
-    """A cuBLASLt that multiplies nothing."""
+class FakeLibrary:
+    """A fake cuBLASLt that records its calls and computes nothing."""
 
     def __init__(self) -> None:
         self.layouts: list[tuple[int, ...]] = []
         self.attributes: dict[int, int] = {}
-        self.asked, self.destroyed, self.status = 0, 0, 0
+        self.heuristic_calls, self.destroyed, self.status = 0, 0, 0
         self.launches: list[SimpleNamespace] = []
 
     def cublasLtCreate(self, handle) -> int:
@@ -53,10 +53,10 @@ class Library:
         return 0
 
     def cublasLtMatmulAlgoGetHeuristic(self, *args) -> int:
-        self.asked += 1
-        *_, count, answer, found = args
+        self.heuristic_calls += 1
+        *_, count, answer, count_found = args
         assert count == 1
-        answer._obj.workspace_bytes, found._obj.value = 4096, 1
+        answer._obj.workspace_bytes, count_found._obj.value = 4096, 1
         return self.status
 
     def cublasLtMatmulPreferenceDestroy(self, _) -> int:
@@ -82,7 +82,7 @@ class Library:
 
 @pytest.fixture
 def library(monkeypatch):
-    fake = Library()
+    fake = FakeLibrary()
     cublaslt._choose_gemm.cache_clear()
     monkeypatch.setattr(cublaslt, "_library", lambda: fake)
     monkeypatch.setattr(cublaslt, "_handle", lambda device: ctypes.c_void_p(9))
@@ -101,38 +101,40 @@ def multiply(operands, bias=None, **options) -> tuple[bool, Tensor]:
     m, n = operands[0].shape[0], operands[1].shape[0]
     out = torch.empty(m, n, dtype=torch.bfloat16)
     return cublaslt.multiply(
-        *operands, bias, out, **{"fast_accum": True, "scalings": (BY_TENSOR,) * 2, **options}
+        *operands, bias, out, **{"fast_accum": True, "scalings": (TENSORWISE,) * 2, **options}
     ), out
 
 
 @pytest.mark.parametrize("bias", [None, torch.ones(48, dtype=torch.bfloat16)])
-def test_a_kernel_is_asked_for_once_and_launched_with_addresses(library, bias):
+def test_the_heuristic_runs_once_and_launches_have_the_addresses_of_their_tensors(library, bias):
     for launches in (1, 2):
-        a, b, a_scale, b_scale = given = operands(a_dtype=E5M2)
-        served, out = multiply(given, bias)
+        a, b, a_scale, b_scale = arguments = operands(a_dtype=E5M2)
+        served, out = multiply(arguments, bias)
         assert served
         launch = library.launches[-1]
         assert launch.addresses[:3] == (a.data_ptr(), b.data_ptr(), out.data_ptr())
-        # b is the column-major K x N matrix A of cuBLASLt, a its K x M matrix B.
+        # For cuBLASLt, b is the column-major K x N matrix A, and a is the K x M matrix B.
         assert launch.layouts == [(28, 64, 48, 64), (29, 64, 32, 64)]
         assert (launch.size, launch.stream) == (4096, 7)
         attributes = {3: 1, 25: 1, 17: b_scale.data_ptr(), 18: a_scale.data_ptr()}
         if bias is not None:
             attributes |= {7: 4, 26: 14, 8: bias.data_ptr()}
         assert launch.attributes == attributes
-        assert library.asked == 1, launches
+        assert library.heuristic_calls == 1, launches
     assert library.layouts[-1] == (14, 48, 32, 48)
     multiply(operands(), bias)
-    assert library.asked == 2, "another dtype"
+    assert library.heuristic_calls == 2, "another dtype"
     cublaslt._choose_gemm.cache_clear()
     assert library.destroyed == 8
 
 
-def test_a_recording_repeats_the_launch(library, monkeypatch):
-    told = []
-    monkeypatch.setattr(cublaslt.RECORDING, "launch", lambda *told_of: told.append(told_of), False)
+def test_a_recorded_launch_can_be_repeated_on_another_stream(library, monkeypatch):
+    recorded = []
+    monkeypatch.setattr(
+        cublaslt.RECORDING, "launch", lambda *launch: recorded.append(launch), False
+    )
     multiply(operands())
-    [(run, (stream, *tensors))] = told
+    [(run, (stream, *tensors))] = recorded
     assert stream is STREAM
     run(9, *tensors)
     first, second = library.launches
@@ -140,16 +142,17 @@ def test_a_recording_repeats_the_launch(library, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("scalings", "modes"), [((BY_ROW, BY_ROW), (3, 3)), ((BY_ROW_OF_128, BY_BLOCK), (4, 5))]
+    ("scalings", "modes"),
+    [((ROWWISE, ROWWISE), (3, 3)), ((BLOCKWISE_1X128, BLOCKWISE_128X128), (4, 5))],
 )
-def test_a_kernel_is_told_how_scales_lie(scalings, modes, library):
+def test_scaling_modes_are_passed_to_cublaslt(scalings, modes, library):
     a, b, *_ = operands(m=128, n=256, k=256)
     scales = torch.ones(128, 2), torch.ones(2, 4)
     assert multiply([a, b, *scales], fast_accum=False, scalings=scalings)[0]
     assert (library.attributes[32], library.attributes[31], library.attributes[25]) == (*modes, 0)
 
 
-def test_where_torch_decides_by_more_than_sizes_it_is_left_to(library, monkeypatch):
+def test_multiply_declines_calls_that_torch_must_decide(library, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda.tunable, "is_enabled", lambda: True)
         assert not multiply(operands())[0]
@@ -157,14 +160,14 @@ def test_where_torch_decides_by_more_than_sizes_it_is_left_to(library, monkeypat
         patch.setattr(torch._C, "_get_sm_carveout_experimental", lambda: 8)
         assert not multiply(operands())[0]
     assert not multiply(operands(a_dtype=torch.float8_e5m2fnuz))[0]
-    library.status = 15  # this library has no kernel, or other numbers
+    library.status = 15  # the library has no kernel, or has other constants
     assert not multiply(operands())[0]
     cublaslt._choose_gemm.cache_clear()
     library.status = 0
     assert multiply(operands())[0]
 
 
-def test_a_launch_that_fails_says_so(library):
+def test_a_failed_launch_raises_with_its_status(library):
     multiply(operands())
     library.status = 13
     with pytest.raises(RuntimeError, match="cublasLtMatmul failed with status 13"):

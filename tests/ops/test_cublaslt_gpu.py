@@ -1,4 +1,4 @@
-"""GEMMs whose kernel is chosen once, on the GPU: the bytes of torch's, which asks each time."""
+"""GEMMs with a kernel chosen once have, on a GPU, the bytes of torch's, which chooses each time."""
 
 import threading
 
@@ -15,37 +15,39 @@ from tests.ops import forms
 
 pytestmark = pytest.mark.gpu
 
-BY_TENSOR, BY_ROW, BY_ROW_OF_128, BY_BLOCK = (-1, -1), (1, -1), (1, 128), (128, 128)
+TENSORWISE, ROWWISE, BLOCKWISE_1X128, BLOCKWISE_128X128 = (-1, -1), (1, -1), (1, 128), (128, 128)
 
 
 @pytest.fixture(autouse=True)
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The launches of chosen kernels."""
-    noted: list[object] = []
-    launch = cublaslt._ChosenGemm.launch
+    """The launches of kernels that were chosen once."""
+    recorded: list[object] = []
+    original_launch = cublaslt._ChosenGemm.launch
 
-    def noting(self, *args) -> None:
-        noted.append(self)
-        launch(self, *args)
+    def recording_launch(self, *args) -> None:
+        recorded.append(self)
+        original_launch(self, *args)
 
-    monkeypatch.setattr(cublaslt._ChosenGemm, "launch", noting)
+    monkeypatch.setattr(cublaslt._ChosenGemm, "launch", recording_launch)
     monkeypatch.setattr(_launch, "ENABLED", True)
-    return noted
+    return recorded
 
 
-def operand(rows: int, columns: int, dtype=E4M3, block=BY_TENSOR, seed=0) -> tuple[Tensor, Tensor]:
+def operand(rows: int, columns: int, dtype=E4M3, block=TENSORWISE, seed=0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(rows, columns, device="cuda", generator=generator, dtype=torch.bfloat16)
     q, scale, *_ = forms.quantize(ops.cast_op, x, dtype, block, "fp32", 0.0, 16)
     return q, scale
 
 
-def call(a, b, bias=None, dtype=torch.bfloat16, fast=True, blocks=(BY_TENSOR, BY_TENSOR)) -> Tensor:
+def call(
+    a, b, bias=None, dtype=torch.bfloat16, fast=True, blocks=(TENSORWISE, TENSORWISE)
+) -> Tensor:
     return ops.scaled_mm_op(*a, blocks[0], *b, blocks[1], bias, dtype, fast)
 
 
-def expected(monkeypatch, *args, **kwargs) -> Tensor:
-    """What torch gives."""
+def torch_result(monkeypatch, *args, **kwargs) -> Tensor:
+    """The result of torch's GEMM."""
     with monkeypatch.context() as patch:
         patch.setattr(_launch, "ENABLED", False)
         patch.setattr(cublaslt, "multiply", lambda *args, **kwargs: False)
@@ -59,7 +61,7 @@ SHAPES = [(16, 16, 16), (32, 128, 128), (100, 272, 512), (1024, 512, 512), (1024
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_bytes_of_one_scale(shape, dtypes, dtype, launches, monkeypatch):
+def test_gemms_with_one_scale_have_the_bytes_of_torch(shape, dtypes, dtype, launches, monkeypatch):
     m, n, k = shape
     biases = [None] if dtype == torch.float32 else [None, torch.randn(n, device="cuda").to(dtype)]
     for bias in biases:
@@ -68,53 +70,60 @@ def test_bytes_of_one_scale(shape, dtypes, dtype, launches, monkeypatch):
             for seed in range(3):
                 a, b = operand(m, k, dtypes[0], seed=seed), operand(n, k, dtypes[1], seed=9)
                 y = call(a, b, bias, dtype, fast)
-                assert torch.equal(y, expected(monkeypatch, a, b, bias, dtype, fast))
+                assert torch.equal(y, torch_result(monkeypatch, a, b, bias, dtype, fast))
             assert len(launches) == 3, "two of which were no repetitions"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
-def test_bytes_of_a_scale_for_each_row(shape, dtypes, launches, monkeypatch):
+def test_gemms_with_a_scale_for_each_row_have_the_bytes_of_torch(
+    shape, dtypes, launches, monkeypatch
+):
     m, n, k = shape
     for bias in (None, torch.randn(n, device="cuda", dtype=torch.bfloat16)):
         for fast in (True, False):
             launches.clear()
             for seed in range(3):
-                a = operand(m, k, dtypes[0], BY_ROW, seed=seed)
-                b = operand(n, k, dtypes[1], BY_ROW, seed=9)
-                given = a, b, bias, torch.bfloat16, fast, (BY_ROW, BY_ROW)
-                assert torch.equal(call(*given), expected(monkeypatch, *given))
+                a = operand(m, k, dtypes[0], ROWWISE, seed=seed)
+                b = operand(n, k, dtypes[1], ROWWISE, seed=9)
+                arguments = a, b, bias, torch.bfloat16, fast, (ROWWISE, ROWWISE)
+                assert torch.equal(call(*arguments), torch_result(monkeypatch, *arguments))
             assert len(launches) == 3, "two of which were no repetitions"
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if not any(n % 128 for n in s)], ids=str)
 @pytest.mark.parametrize(
-    "blocks", [(BY_ROW_OF_128, BY_BLOCK), (BY_ROW_OF_128,) * 2, (BY_BLOCK, BY_ROW_OF_128)]
+    "blocks",
+    [
+        (BLOCKWISE_1X128, BLOCKWISE_128X128),
+        (BLOCKWISE_1X128,) * 2,
+        (BLOCKWISE_128X128, BLOCKWISE_1X128),
+    ],
 )
-def test_bytes_of_blocks(shape, blocks, launches, monkeypatch):
+def test_gemms_with_block_scales_have_the_bytes_of_torch(shape, blocks, launches, monkeypatch):
     m, n, k = shape
     for dtype in (torch.bfloat16, torch.float32):
         launches.clear()
         for seed in range(3):
             a, b = operand(m, k, block=blocks[0], seed=seed), operand(n, k, block=blocks[1], seed=9)
             y = call(a, b, None, dtype, blocks=blocks)
-            assert torch.equal(y, expected(monkeypatch, a, b, None, dtype, blocks=blocks))
+            assert torch.equal(y, torch_result(monkeypatch, a, b, None, dtype, blocks=blocks))
         assert len(launches) == 3, "two of which were no repetitions"
 
 
-def test_threads_launch_with_their_own_scales(launches, monkeypatch):
+def test_concurrent_threads_launch_with_their_own_scales(launches, monkeypatch):
     a, b = operand(256, 512), operand(128, 512, seed=1)
     scales = [torch.full((1,), 2.0**i, device="cuda") for i in range(4)]
-    right = [expected(monkeypatch, (a[0], scale), b) for scale in scales]
-    call((a[0], scales[0]), b)  # threads that come first at the same time would choose twice
+    expected = [torch_result(monkeypatch, (a[0], scale), b) for scale in scales]
+    call((a[0], scales[0]), b)  # otherwise several threads would choose a kernel
     torch.cuda.synchronize()
-    wrong: list[int] = []
+    wrong_threads: list[int] = []
 
     def multiply(i: int) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             ys = [call((a[0], scales[i]), b) for _ in range(200)]
             torch.cuda.current_stream().synchronize()
-        wrong.extend(i for y in ys if not torch.equal(y, right[i]))
+        wrong_threads.extend(i for y in ys if not torch.equal(y, expected[i]))
 
     threads = [threading.Thread(target=multiply, args=(i,)) for i in range(4)]
     for thread in threads:
@@ -123,10 +132,10 @@ def test_threads_launch_with_their_own_scales(launches, monkeypatch):
         thread.join()
     assert len(launches) == 801
     assert len({*map(id, launches)}) == 1
-    assert not wrong
+    assert not wrong_threads
 
 
-def test_a_cuda_graph_captures_it(launches, monkeypatch):
+def test_a_cuda_graph_captures_the_chosen_kernel(launches, monkeypatch):
     a, b = operand(288, 512), operand(128, 512, seed=1)
     for _ in range(3):
         call(a, b)
@@ -136,10 +145,10 @@ def test_a_cuda_graph_captures_it(launches, monkeypatch):
     assert len(launches) == 4
     a[1].mul_(2)
     graph.replay()
-    assert torch.equal(y, expected(monkeypatch, a, b))
+    assert torch.equal(y, torch_result(monkeypatch, a, b))
 
 
-def test_padded_sizes_are_repeated_with_it(launches):
+def test_gemms_of_padded_sizes_repeat_the_chosen_kernel(launches):
     a, b = operand(30, 144), operand(50, 144, seed=1)
     ys = [call(a, b) for _ in range(4)]
     assert all(torch.equal(y, ys[0]) for y in ys)

@@ -1,4 +1,4 @@
-"""Who sees a call of an op: Dynamo, in a compiled function, and the dispatcher, outside of one."""
+"""Calls of ops: Dynamo sees them in compiled functions, and the dispatcher only where it must."""
 
 import subprocess
 import sys
@@ -22,29 +22,29 @@ from float8lab.ops import declare
 from float8lab.tensor import quantize
 from tests.recorder import Ops
 
-SEEN: list[bool] = []
-"""Of every call of an implementation below, whether Dynamo was tracing it."""
+TRACED: list[bool] = []
+"""For every call of an implementation below, whether Dynamo was tracing it."""
 
 
 def _shift(x: Tensor) -> Tensor:
-    SEEN.append(torch.compiler.is_compiling())
+    TRACED.append(torch.compiler.is_compiling())
     return _add_one(x)
 
 
 def _add_one(x: Tensor) -> Tensor:
-    SEEN.append(torch.compiler.is_compiling())
+    TRACED.append(torch.compiler.is_compiling())
     return x + 1
 
 
-def _copied(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """With code of its own, since a mark is on the code."""
+def _with_own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A copy of the function with a separate code object, because a mark is on the code object."""
     return types.FunctionType(function.__code__.replace(), function.__globals__)
 
 
 @pytest.fixture
 def library() -> Iterator[torch.library.Library]:
     torch._dynamo.reset()
-    SEEN.clear()
+    TRACED.clear()
     with torch.library._scoped_library("float8lab_test", "DEF") as library:
         library.define("shift(Tensor x) -> Tensor")
         yield library
@@ -52,7 +52,7 @@ def library() -> Iterator[torch.library.Library]:
 
 
 def _call_in_compiled() -> Tensor:
-    """Run the op where Dynamo looks at every frame: below one that it was told to skip alone."""
+    """Run the op below a function that Dynamo skips without its callees, so it inspects them."""
 
     @torch._dynamo.disable(recursive=False)
     def skipped(x: Tensor) -> Tensor:
@@ -65,40 +65,40 @@ def _call_in_compiled() -> Tensor:
     return compiled(torch.zeros(3))
 
 
-def test_dynamo_traces_an_implementation_that_is_not_marked(library):
-    """Else the tests below would show nothing."""
-    library.impl("shift", _copied(_shift), "CPU")
+def test_dynamo_traces_an_unmarked_implementation(library):
+    """Without this the tests below would prove nothing."""
+    library.impl("shift", _with_own_code(_shift), "CPU")
     assert _call_in_compiled().eq(2).all()
-    assert True in SEEN
+    assert True in TRACED
 
 
 def test_dynamo_does_not_trace_a_marked_implementation(library):
-    library.impl("shift", declare.untraced(_copied(_shift)), "CPU")
+    library.impl("shift", declare.untraced(_with_own_code(_shift)), "CPU")
     for _ in range(2):
         assert _call_in_compiled().eq(2).all()
         torch._dynamo.reset()
-    assert SEEN == [False] * 4
+    assert TRACED == [False] * 4
 
 
 def test_dynamo_does_not_trace_a_launcher(library, monkeypatch):
     module = types.ModuleType("float8lab.ops.kernels.of_test")
-    module.shift = _copied(_shift)
+    module.shift = _with_own_code(_shift)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     launch = declare.untraced(lambda *args: declare._gpu_launcher("of_test:shift", _shift)(*args))
     library.impl("shift", launch, "CPU")
     for _ in range(2):
         assert _call_in_compiled().eq(2).all()
-    assert SEEN == [False] * 4
+    assert TRACED == [False] * 4
 
 
-def test_dynamo_does_not_trace_without_the_private_names(library, monkeypatch):
+def test_dynamo_does_not_trace_if_torchs_private_names_are_missing(library, monkeypatch):
     monkeypatch.delattr(torch._C._dynamo.eval_frame, "_FrameExecStrategy")
-    function = _copied(_shift)
+    function = _with_own_code(_shift)
     marked = declare.untraced(function)
     assert marked is not function
     library.impl("shift", marked, "CPU")
     assert _call_in_compiled().eq(2).all()
-    assert SEEN == [False] * 2
+    assert TRACED == [False] * 2
 
 
 def _x() -> Tensor:
@@ -111,13 +111,13 @@ def _cast(x: Tensor) -> Tensor:
 
 @pytest.fixture
 def dispatched(monkeypatch) -> list[Any]:
-    """Calls of the op that go through the dispatcher."""
-    seen: list[Any] = []
+    """The calls of the op ``twice`` that go through the dispatcher."""
+    calls: list[Any] = []
     with torch.library._scoped_library("float8lab_test", "DEF") as library:
         library.define("twice(Tensor x) -> Tensor")
-        library.impl("twice", lambda x: seen.append(x) or x * 2, "CompositeExplicitAutograd")
+        library.impl("twice", lambda x: calls.append(x) or x * 2, "CompositeExplicitAutograd")
         torch.library.register_fake("float8lab_test::twice", torch.empty_like, lib=library)
-        yield seen
+        yield calls
 
 
 def _twice() -> Callable[[Tensor], Tensor]:
@@ -126,7 +126,7 @@ def _twice() -> Callable[[Tensor], Tensor]:
     )
 
 
-def test_plain_tensors_go_past_the_dispatcher(dispatched):
+def test_calls_with_plain_tensors_bypass_the_dispatcher(dispatched):
     x = _x()
     assert torch.equal(_twice()(x), x * 2)
     assert torch.equal(_twice()(torch.nn.Parameter(x).detach()), x * 2)
@@ -135,20 +135,20 @@ def test_plain_tensors_go_past_the_dispatcher(dispatched):
     assert not dispatched
 
 
-class Plain(Tensor):
-    """A subclass, to whose ``__torch_function__`` an op belongs."""
+class TensorSubclass(Tensor):
+    """A subclass; ops with it must call its ``__torch_function__``."""
 
 
 @pytest.mark.parametrize(
     "x",
     [
         lambda: torch.nn.Parameter(_x()),
-        lambda: _x().as_subclass(Plain),
+        lambda: _x().as_subclass(TensorSubclass),
         lambda: torch.randn(4, dtype=torch.cfloat).conj().imag,
     ],
     ids=["requires-grad", "subclass", "negative"],
 )
-def test_other_tensors_go_through_it(x, dispatched):
+def test_calls_with_other_tensors_go_through_the_dispatcher(x, dispatched):
     x = x()
     got = _twice()(x)
     assert torch.equal(got.detach().as_subclass(Tensor), x.detach().as_subclass(Tensor) * 2)
@@ -171,7 +171,7 @@ def test_modes_transforms_and_profilers_see_the_op(dispatched):
     assert len(dispatched) == 2 + 3
 
 
-def test_a_compiled_function_has_the_op():
+def test_the_graph_of_a_compiled_function_contains_the_op():
     graphs = []
 
     def backend(graph, inputs):
@@ -199,13 +199,13 @@ def _flops(model: Callable[[Tensor], Tensor]) -> int:
 
 
 @pytest.mark.parametrize("recipe", [recipes.DelayedScaling(), recipes.Float8BlockScaling()])
-def test_flops_are_those_of_the_plain_model(recipe: recipes.Recipe):
+def test_flops_of_a_converted_model_equal_those_of_the_plain_one(recipe: recipes.Recipe):
     expected, model = _flops(_model()), _model()
     float8lab.convert_to_float8(model, recipe)
     assert _flops(model) == expected == 3 * 2 * 48 * (64 * 192 + 192 * 32)
 
 
-def test_flops_of_batches_and_attention_are_those_of_torchs_formulas():
+def test_flops_of_batches_and_attention_equal_torchs_formulas():
     a, b = (quantize(torch.randn(3, 32, 64)) for _ in range(2))
     with FlopCounterMode(display=False) as counter:
         torch.bmm(a, b.transpose(1, 2))
@@ -221,7 +221,7 @@ def test_flops_of_batches_and_attention_are_those_of_torchs_formulas():
     ) + flop_counter.sdpa_backward_flop_count((2, 4, 10, 16), *repeated)
 
 
-def test_flops_are_known_to_a_counter_that_is_imported_later_and_marking_imports_no_dynamo():
+def test_a_flop_counter_imported_later_counts_ops_and_float8lab_imports_no_dynamo():
     code = (
         "import sys, torch, float8lab\n"
         "assert 'torch._dynamo' not in sys.modules\n"
@@ -239,36 +239,36 @@ def test_flops_are_known_to_a_counter_that_is_imported_later_and_marking_imports
 
 
 @pytest.mark.parametrize("recipe", [recipes.DelayedScaling(), recipes.Float8CurrentScaling()])
-def test_selective_checkpointing_computes_no_listed_op_again(recipe: recipes.Recipe):
+def test_selective_checkpointing_recomputes_no_listed_op(recipe: recipes.Recipe):
     model = float8lab.convert_to_float8(_model(), recipe)
-    once = _flops(model)
+    flops = _flops(model)
 
     def selective(x: Tensor) -> Tensor:
         contexts = partial(create_selective_checkpoint_contexts, float8lab.compute_intensive_ops())
         return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
 
-    assert _flops(selective) == once
-    assert _flops(lambda x: checkpoint(model, x, use_reentrant=False)) > once
+    assert _flops(selective) == flops
+    assert _flops(lambda x: checkpoint(model, x, use_reentrant=False)) > flops
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_torch_autocast_does_not_reach_an_implementation(device):
-    """Of either device, and it is as it was afterwards, also where the implementation raises."""
-    seen = []
+    """This holds for both devices; autocast is restored, also if the implementation raises."""
+    enabled_inside = []
 
     def implementation(fails: bool) -> None:
-        seen.append(torch.is_autocast_enabled(device))
+        enabled_inside.append(torch.is_autocast_enabled(device))
         if fails:
             raise ValueError("asked for")
 
-    exact = declare._without_autocast(implementation, device)
-    exact(False)
+    without_autocast = declare._without_autocast(implementation, device)
+    without_autocast(False)
     torch.set_autocast_enabled(device, True)
     try:
-        exact(False)
+        without_autocast(False)
         with pytest.raises(ValueError, match="asked for"):
-            exact(True)
+            without_autocast(True)
         assert torch.is_autocast_enabled(device)
     finally:
         torch.set_autocast_enabled(device, False)
-    assert seen == [False] * 3
+    assert enabled_inside == [False] * 3

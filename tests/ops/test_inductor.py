@@ -1,4 +1,4 @@
-"""The calls that Inductor's code makes in place of our ops."""
+"""The call sites with which Inductor's code replaces float8lab's ops."""
 
 import copy
 from types import ModuleType
@@ -20,7 +20,7 @@ x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
 CAST_ARGUMENTS = ("", [x], x.dtype, E4M3, [-1, -1], "fp32", 0.0, 16, True, False)
 
 
-def test_a_call_site_gives_what_its_op_gives():
+def test_a_call_site_returns_the_results_of_its_op():
     expected = torch.ops.float8lab.cast.pure(*CAST_ARGUMENTS)
     results = call_site(CAST, [0, 1], repeats=False)(*CAST_ARGUMENTS)
     for i in (0, 1):
@@ -30,7 +30,7 @@ def test_a_call_site_gives_what_its_op_gives():
     assert results[3].shape == expected[3].shape == (0,)
 
 
-def test_who_watches_sees_the_op():
+def test_flop_counters_and_profilers_see_the_op_of_a_call_site():
     q, scale = torch.ops.float8lab.cast.pure(*CAST_ARGUMENTS)[:2]
     multiply = call_site("scaled_mm", [], repeats=False)
     arguments = (q, scale, [-1, -1], q, scale, [-1, -1], None, torch.float32, False)
@@ -42,13 +42,13 @@ def test_who_watches_sees_the_op():
     assert "float8lab::scaled_mm" in {event.name for event in profile.events()}
 
 
-def test_an_inductor_with_other_names_writes_ops():
+def test_an_inductor_with_other_names_keeps_calling_ops():
     inductor._register(ModuleType("torch._inductor.lowering"))
 
 
 @pytest.mark.slow
-def test_a_wrapper_in_cpp_calls_ops():
-    """Also those that only order others, which Python code leaves out."""
+def test_the_cpp_wrapper_calls_ops():
+    """It also calls the ops that only order other ops, which Python code leaves out."""
     torch._dynamo.reset()
     model = float8lab.convert_to_float8(nn.Linear(64, 64), DelayedScaling())
     expected = model(x).detach()
@@ -62,7 +62,7 @@ def test_a_wrapper_in_cpp_calls_ops():
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("recipe", [DelayedScaling, Float8CurrentScaling, Float8BlockScaling])
 def test_compiled_layers_repeat_their_launches(recipe, dynamic):
-    """The bytes of eager mode in every run, recorded or repeated, on aligned inputs and others."""
+    """Every run has the bytes of eager mode, recorded or repeated, with aligned inputs or not."""
     torch._dynamo.reset()
     eager = nn.Linear(256, 512, device="cuda", dtype=torch.bfloat16)
     float8lab.convert_to_float8(eager, recipe())
@@ -77,9 +77,9 @@ def test_compiled_layers_repeat_their_launches(recipe, dynamic):
             outputs = []
             for layer, x in zip((eager, compiled), inputs, strict=True):
                 with torch.autocast("cuda", torch.bfloat16, enabled=run == 10):
-                    y, new = run_and_get_code(layer, x)
+                    y, new_codes = run_and_get_code(layer, x)
                 y.backward(torch.ones_like(y))
-                codes += new
+                codes += new_codes
                 outputs.append((y, x.grad))
             for expected, got in zip(*outputs, strict=True):
                 assert torch.equal(got, expected), run
@@ -92,7 +92,7 @@ def test_compiled_layers_repeat_their_launches(recipe, dynamic):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", [DelayedScaling, Float8CurrentScaling, Float8BlockScaling])
-def test_what_is_repeated_is_not_looked_up(recipe, monkeypatch):
+def test_repeated_call_sites_need_no_key(recipe, monkeypatch):
     from float8lab.ops.kernels import _replay
 
     torch._dynamo.reset()

@@ -1,7 +1,7 @@
-"""Blocks in both orientations: by a tile in shared memory, and each orientation on its own.
+"""Block casts in both orientations: with a tile in shared memory, and each orientation separately.
 
-On Hopper the op takes the first for values of two bytes, which the tests of the op then cover.
-Here both are compared with the reference; and with each other where a prologue is computed.
+On Hopper the op uses tiles for values of two bytes, so the tests of the op cover only these. Here
+both are compared with the reference, and for prologues with each other.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from tests.ops import forms
 
 pytestmark = pytest.mark.gpu
 
-# Whole tiles; parts of a tile, of a block and of four rows; one row; a row and a column of tiles.
+# Full tiles; partial tiles, blocks and groups of four rows; one row; a row and a column of tiles.
 SHAPES = [(256, 384), (200, 136), (130, 264), (16, 8), (1, 128), (3, 4104), (1030, 16)]
 RULES = ["fp32", "pow2", "e8m0"]
 SPECIAL = [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-7, 6e4, -6e4, 2.0**-133]
 
 
-@pytest.fixture(params=[True, False], ids=["tile", "apart"])
+@pytest.fixture(params=[True, False], ids=["tile", "separate"])
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the op may cast a tile in both orientations at once."""
     if not request.param:
@@ -33,13 +33,13 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     return bool(request.param)
 
 
-cast = launcher.cast.__wrapped__  # past what is remembered of calls
+cast = launcher.cast.__wrapped__  # the launcher without recorded calls
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
 def matrix(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Of many magnitudes, with zeros in whole blocks, and special values here and there."""
+    """Values of many magnitudes, with blocks of zeros, and special values in random places."""
     x = torch.randn(shape) * torch.logspace(-3, 3, shape[1])
     x[:, : shape[1] // 3] = 0
     x[: shape[0] // 3] = 0
@@ -48,45 +48,47 @@ def matrix(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     return x.to(dtype).cuda()
 
 
-def same(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
-    for one, other in zip(got, want, strict=True):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        assert one.stride() == other.stride() or 1 in one.shape
-        if one.dtype in FP8_DTYPES:
-            nan = other.float().isnan().cuda()
-            assert torch.equal(one.float().isnan(), nan)
-            assert bool((nan | (one.view(torch.uint8) == other.view(torch.uint8).cuda())).all())
+def assert_all_same(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    for actual, expected in zip(got, want, strict=True):
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        assert actual.stride() == expected.stride() or 1 in actual.shape
+        if actual.dtype in FP8_DTYPES:
+            nan = expected.float().isnan().cuda()
+            assert torch.equal(actual.float().isnan(), nan)
+            assert bool(
+                (nan | (actual.view(torch.uint8) == expected.view(torch.uint8).cuda())).all()
+            )
         else:
-            torch.testing.assert_close(one.cpu(), other.cpu(), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(actual.cpu(), expected.cpu(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("size", [8, 16, 32, 64, 128])
 @each_dtype
-def test_blocks_are_the_reference_s(dtype: torch.dtype, size: int, rule: str) -> None:
+def test_block_casts_equal_the_reference(dtype: torch.dtype, size: int, rule: str) -> None:
     torch.manual_seed(size)
-    for number, shape in enumerate(SHAPES):
+    for index, shape in enumerate(SHAPES):
         x = matrix(shape, dtype)
-        how = (FP8_DTYPES[number % 2], (1, size), rule, (0.0, 0.1)[number // 2 % 2], 16)
-        *got, _ = forms.quantize_pair(cast, x, *how, False)
-        *want, _ = forms.quantize_pair(reference.cast, x.cpu(), *how, False)
-        same(got, want)
+        options = (FP8_DTYPES[index % 2], (1, size), rule, (0.0, 0.1)[index // 2 % 2], 16)
+        *got, _ = forms.quantize_pair(cast, x, *options, False)
+        *want, _ = forms.quantize_pair(reference.cast, x.cpu(), *options, False)
+        assert_all_same(got, want)
 
 
 @pytest.mark.usefixtures("tiles")
-def test_rows_may_be_apart_and_columns_summed() -> None:
+def test_strided_rows_equal_the_reference_and_columns_are_summed() -> None:
     wide = torch.randn(300, 1024, device="cuda").bfloat16()
     for x in (wide[:, 512:768], wide[::2], wide[5:, :8]):
-        how = (E4M3, (1, 128), "pow2", 0.0, 16)
-        *got, total = forms.quantize_pair(cast, x, *how, True)
-        *want, _ = forms.quantize_pair(reference.cast, x.cpu(), *how, False)
-        same(got, want)
+        options = (E4M3, (1, 128), "pow2", 0.0, 16)
+        *got, sums = forms.quantize_pair(cast, x, *options, True)
+        *want, _ = forms.quantize_pair(reference.cast, x.cpu(), *options, False)
+        assert_all_same(got, want)
         bound = x.double().abs().sum(0) * 2.0**-24 * x.shape[0]
-        assert bool(((total - x.double().sum(0)).abs() <= bound).all())
+        assert bool(((sums - x.double().sum(0)).abs() <= bound).all())
 
 
-def test_what_a_tile_takes() -> None:
+def test_takes_tiles_accepts_only_the_operands_of_the_tile_kernel() -> None:
     x = torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16)
     assert cast_hopper.takes_tiles(x, x.dtype, (1, 128), 16) == (
         torch.cuda.get_device_capability() >= (9, 0)
@@ -112,20 +114,25 @@ def inputs_of(kind: str, rows: int, columns: int, dtype: torch.dtype) -> list[Te
     return [x, gradient] if kind == "swiglu_backward" else [x, x.flip(1)]
 
 
-@pytest.mark.parametrize("write", [True, False], ids=["both", "transposed"])
+@pytest.mark.parametrize("rowwise", [True, False], ids=["both", "columnwise"])
 @pytest.mark.parametrize("kind", ["layer_norm", "swiglu", "gelu_backward", "swiglu_backward"])
 @each_dtype
-def test_prologues_have_the_same_bytes_both_ways(
-    dtype: torch.dtype, kind: str, write: bool, monkeypatch: pytest.MonkeyPatch
+def test_prologues_have_the_same_bytes_with_and_without_tiles(
+    dtype: torch.dtype, kind: str, rowwise: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rows, columns in ((300, 512), (63, 130), (1, 24)):
         matrix = Prologue(kind, inputs_of(kind, rows, columns, dtype), dtype)[:3]
-        how = (E4M3, (1, 128), "fp32", 0.0, 16, write, True, True)
-        tile = cast(*matrix, *how)
+        options = (E4M3, (1, 128), "fp32", 0.0, 16, rowwise, True, True)
+        tile = cast(*matrix, *options)
         with monkeypatch.context() as patch:
             patch.setattr(launcher, "has_tiles", lambda *_: False)
             patch.setattr(launcher, "takes_tiles", lambda *_: False)
-            apart = cast(*matrix, *how)
-        assert [one is None for one in tile] == [one is None for one in apart]
-        same(*([one for one in way[:5] if one is not None] for way in (tile, apart)))
-        torch.testing.assert_close(tile[5], apart[5], rtol=1e-4, atol=1e-3)
+            separate = cast(*matrix, *options)
+        assert [output is None for output in tile] == [output is None for output in separate]
+        assert_all_same(
+            *(
+                [output for output in outputs[:5] if output is not None]
+                for outputs in (tile, separate)
+            )
+        )
+        torch.testing.assert_close(tile[5], separate[5], rtol=1e-4, atol=1e-3)

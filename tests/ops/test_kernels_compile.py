@@ -1,7 +1,7 @@
-"""Every Triton kernel compiles to machine code, without a GPU, as its launcher calls it.
+"""Every Triton kernel compiles to machine code, without a GPU, with its launcher's arguments.
 
-The launchers run on CPU tensors with the launch itself replaced by a recorder, and what they would
-have launched is compiled for several GPUs. Register spills are read from the machine code.
+The launchers run on CPU tensors, and a recorder replaces the launch. The recorded launches are
+compiled for several GPUs. Register spills are read from the machine code.
 """
 
 import importlib
@@ -66,7 +66,7 @@ POINTER = {
 }  # fmt: skip
 
 x = torch.zeros((256, 512), dtype=torch.bfloat16)
-one = torch.ones(1)
+unit_scale = torch.ones(1)
 slots, factors = torch.zeros(8), torch.zeros(2, 8)
 
 
@@ -99,7 +99,7 @@ def many_cast(block: tuple[int, int], columns: int = 512) -> Any:
     return call
 
 
-def both(
+def quantized_pair(
     block: tuple[int, int], rule: str = "fp32", column_sum: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Any:  # fmt: skip
@@ -108,40 +108,40 @@ def both(
 
 def tiles(
     matrix: Prologue, rule: str = "fp32", size: int = 128, fp8_dtype: torch.dtype = E4M3,
-    write: bool = True, column_sum: bool = False,
+    rowwise: bool = True, column_sum: bool = False,
 ) -> Any:  # fmt: skip
     rows, columns = reference.prologue_shape(*matrix[:2])
-    how = (matrix[:3], (fp8_dtype, (1, size), rule, 0.0), (rows, columns, rows))
-    return lambda: cast_hopper.cast_tiles(*how, rowwise=write, column_sum=column_sum)
+    options = (matrix[:3], (fp8_dtype, (1, size), rule, 0.0), (rows, columns, rows))
+    return lambda: cast_hopper.cast_tiles(*options, rowwise=rowwise, column_sum=column_sum)
 
 
 def tiles_of_groups(matrix: Prologue, rule: str = "fp32", column_sum: bool = True) -> Any:
-    ends, how = torch.tensor([100, 256], dtype=torch.int32), (E4M3, (1, 128), rule, 0.0)
+    offsets, options = torch.tensor([100, 256], dtype=torch.int32), (E4M3, (1, 128), rule, 0.0)
     return lambda: grouped_cast.cast_tiles_of_groups(
-        matrix[:3], ends, how, rowwise=True, column_sum=column_sum,
-        plan=grouped_cast.plan_groups(ends, reference.prologue_shape(*matrix[:2])[0]),
+        matrix[:3], offsets, options, rowwise=True, column_sum=column_sum,
+        plan=grouped_cast.plan_groups(offsets, reference.prologue_shape(*matrix[:2])[0]),
     )  # fmt: skip
 
 
-def given(
+def encoded(
     factor: torch.Tensor, block: tuple[int, int], slot: torch.Tensor | None = None,
     divide: bool = False,
 ) -> Any:  # fmt: skip
     return lambda: forms.encode(cast, x, factor, slot, E4M3, block, 16, divide)
 
 
-def cast_both(column_sum: bool, fp8_dtype: torch.dtype = E4M3) -> Any:
-    return lambda: forms.encode_pair(cast, x, one, one, fp8_dtype, 16, column_sum)
+def encoded_pair(column_sum: bool, fp8_dtype: torch.dtype = E4M3) -> Any:
+    return lambda: forms.encode_pair(cast, x, unit_scale, unit_scale, fp8_dtype, 16, column_sum)
 
 
 def dequantized(scale: torch.Tensor, block: tuple[int, int]) -> Any:
     return lambda: dequantize(x.to(E4M3), scale, block, torch.bfloat16)
 
 
-vector, rows_of = torch.ones(512), torch.ones(256)
+vector, row_vector = torch.ones(512), torch.ones(256)
 INPUTS: dict[str, list[torch.Tensor]] = {
-    "layer_norm": [x, rows_of, vector, rows_of, vector],
-    "rms_norm": [x, rows_of, vector],
+    "layer_norm": [x, row_vector, vector, row_vector, vector],
+    "rms_norm": [x, row_vector, vector],
     "multiply": [x, x],
     "swiglu": [x],
     "gelu_backward": [x, x],
@@ -149,29 +149,29 @@ INPUTS: dict[str, list[torch.Tensor]] = {
     "geglu_backward": [x, x[:, :256].contiguous()],
     "clamped_swiglu_interleaved_backward": [x, x[:, :256].contiguous()],
 }
-SOURCES = {name: Prologue(name, inputs, torch.bfloat16) for name, inputs in INPUTS.items()}
+PROLOGUES = {name: Prologue(name, inputs, torch.bfloat16) for name, inputs in INPUTS.items()}
 PLAIN, HALF = Prologue("", [x], x.dtype), Prologue("", [x.half()], torch.float16)
 WIDE = Prologue("geglu_backward", [x.float(), x[:, :256].float()], torch.float32)
 
 
-def cast_of(name: str, transposed: bool = False, slot: torch.Tensor | None = None) -> Any:
-    how = (one, slot, E4M3, (-1, -1), 16)
-    return lambda: forms.encode(cast, SOURCES[name], *how, transposed=transposed)
+def encoded_of(name: str, columnwise: bool = False, slot: torch.Tensor | None = None) -> Any:
+    options = (unit_scale, slot, E4M3, (-1, -1), 16)
+    return lambda: forms.encode(cast, PROLOGUES[name], *options, columnwise=columnwise)
 
 
-def pair_of(name: str, slot: torch.Tensor | None = None) -> Any:
-    return lambda: forms.encode_pair(cast, SOURCES[name], one, slot, E5M2, 16, True)
+def encoded_pair_of(name: str, slot: torch.Tensor | None = None) -> Any:
+    return lambda: forms.encode_pair(cast, PROLOGUES[name], unit_scale, slot, E5M2, 16, True)
 
 
 def quantized_of(
-    name: str, block: tuple[int, int], transposed: bool = False, rule: str = "fp32"
+    name: str, block: tuple[int, int], columnwise: bool = False, rule: str = "fp32"
 ) -> Any:
-    how = (E4M3, block, rule, 0.0, 16)
-    return lambda: forms.quantize(cast, SOURCES[name], *how, transposed=transposed)
+    options = (E4M3, block, rule, 0.0, 16)
+    return lambda: forms.quantize(cast, PROLOGUES[name], *options, columnwise=columnwise)
 
 
-def both_of(name: str, block: tuple[int, int], rule: str = "fp32") -> Any:
-    return lambda: forms.quantize_pair(cast, SOURCES[name], E4M3, block, rule, 0.0, 16, True)
+def quantized_pair_of(name: str, block: tuple[int, int], rule: str = "fp32") -> Any:
+    return lambda: forms.quantize_pair(cast, PROLOGUES[name], E4M3, block, rule, 0.0, 16, True)
 
 
 def normed(center: bool, columns: int) -> Any:
@@ -184,8 +184,8 @@ def normed(center: bool, columns: int) -> Any:
 
 def norm_stats(center: bool) -> Any:
     bias = vector if center else None
-    how = (1e-5, center, torch.bfloat16, None, (), False, True)
-    return lambda: norm.norm(x, vector, bias, *how)
+    options = (1e-5, center, torch.bfloat16, None, (), False, True)
+    return lambda: norm.norm(x, vector, bias, *options)
 
 
 def norm_backward(center: bool, columns: int) -> Any:
@@ -214,42 +214,44 @@ def fp8_norm_backward(
     )
 
 
-def rotated(R: int, interleaved: bool, back: bool) -> Any:
+def rotated(R: int, interleaved: bool, backward: bool) -> Any:
     t, angles = x.view(2, 32, 16, 128), torch.ones(1, 32, 1, R)
-    return lambda: rotary.rotate(t, angles, angles, interleaved, back)
+    return lambda: rotary.rotate(t, angles, angles, interleaved, backward)
 
 
 def scattered(with_probs: bool = False, scales: int = 0, merged: bool = False) -> Any:
-    """32 tokens of 4096 features to 64 rows; in bytes with ``scales`` blocks of a row."""
-    to = torch.zeros((32, 9), dtype=torch.int32)
+    """32 tokens of 4096 features to 64 rows; FP8 bytes if a row has ``scales`` blocks."""
+    row_map = torch.zeros((32, 9), dtype=torch.int32)
     probs = torch.zeros(32, 8) if with_probs else None
     scale = torch.zeros(scales, 32).t() if scales else None
     rows = x.view(32, -1).to(E4M3).view(torch.uint8) if scales else x.view(32, -1)
     y = x.view(64, -1).repeat(1, 2) if merged else None
-    return lambda: permute.scatter_rows(rows, to, 64, probs, y, scale, scale)
+    return lambda: permute.scatter_rows(rows, row_map, 64, probs, y, scale, scale)
 
 
 def gathered(with_probs: bool, in_fp8: bool = False) -> Any:
-    to, probs = torch.zeros((32, 129), dtype=torch.int32), torch.zeros(32, 128)
-    beside = None if with_probs else torch.zeros(64)
+    row_map, probs = torch.zeros((32, 129), dtype=torch.int32), torch.zeros(32, 128)
+    row_probs = None if with_probs else torch.zeros(64)
     y = x.view(64, -1)
-    how = (y.dtype, probs if with_probs else None, beside)
+    options = (y.dtype, probs if with_probs else None, row_probs)
     if in_fp8:
-        return lambda: permute.gather_rows(y.to(E5M2), to, *how, torch.ones(16, 64).t(), 128)
-    return lambda: permute.gather_rows(y, to, *how)
+        return lambda: permute.gather_rows(
+            y.to(E5M2), row_map, *options, torch.ones(16, 64).t(), 128
+        )
+    return lambda: permute.gather_rows(y, row_map, *options)
 
 
-def routed(name: str, experts: int, *how: Any, back: bool = False) -> Any:
+def routed(name: str, experts: int, *options: Any, backward: bool = False) -> Any:
     logits, bias = torch.zeros(64, experts), None if name == "softmax" else torch.zeros(experts)
-    if back:
-        arguments = (logits, logits, logits.bool(), 8, name, *how)
+    if backward:
+        arguments = (logits, logits, logits.bool(), 8, name, *options)
         return lambda: router.route_backward(*arguments)
-    return lambda: router.route(logits, bias, 8, name, *how)
+    return lambda: router.route(logits, bias, 8, name, *options)
 
 
-def entropy(*, back: bool = False, dtype: torch.dtype = torch.bfloat16) -> Any:
+def entropy(*, backward: bool = False, dtype: torch.dtype = torch.bfloat16) -> Any:
     logits, target = torch.zeros(8, 64128, dtype=dtype), torch.zeros(8, dtype=torch.int64)
-    if back:
+    if backward:
         return lambda: cross_entropy.cross_entropy_backward(logits, target, torch.zeros(4, 8))
     return lambda: cross_entropy.cross_entropy_statistics(logits, target)
 
@@ -270,19 +272,19 @@ def measured(block: tuple[int, int]) -> Any:
     )
 
 
-def groups(
+def grouped_casts(
     block: tuple[int, int], rule: str = "fp32",
-    wanted: tuple[bool, bool, bool] = (True, True, True), prologue: str = "", batch: bool = False,
-    given: torch.Tensor | None = None,
+    outputs: tuple[bool, bool, bool] = (True, True, True), prologue: str = "", batch: bool = False,
+    given_scale: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
-    ends = None if batch else torch.tensor([100, 256], dtype=torch.int32)
+    offsets = None if batch else torch.tensor([100, 256], dtype=torch.int32)
     y = torch.zeros((2, 256, 512), dtype=torch.bfloat16) if batch else x
     inputs = [y[:, :256].contiguous(), y] if prologue.endswith("_backward") else [y]
     inputs = inputs[::-1] if prologue.endswith("_backward") else inputs
     inputs = [y, torch.zeros(256, dtype=torch.int32)] if prologue == "permute" else inputs
-    slot = None if given is None else slots[: given.numel()]
-    rest = (y.dtype, ends, E4M3, block, rule, 0.0, *wanted[: 2 + (not batch)])
-    rest = (*rest, *[False] * batch, given, slot)
+    slot = None if given_scale is None else slots[: given_scale.numel()]
+    rest = (y.dtype, offsets, E4M3, block, rule, 0.0, *outputs[: 2 + (not batch)])
+    rest = (*rest, *[False] * batch, given_scale, slot)
     return lambda: cast_groups(cast, prologue, inputs, *rest)
 
 
@@ -293,35 +295,35 @@ def few_rows(M: int, N: int, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 LAUNCHES: dict[str, Callable[[], Any]] = {
-    "groups-tensor": groups((-1, -1)),
-    "groups-row": groups((1, -1)),
-    "groups-1x128": groups((1, 128)),
-    "groups-1x32-e8m0": groups((1, 32), "e8m0", (True, True, False)),
-    "groups-of-swiglu": groups((1, 128), prologue="swiglu"),
-    "groups-of-swiglu-backward": groups((-1, -1), prologue="swiglu_backward"),
-    "groups-of-clamped-swiglu": groups((1, 128), prologue="clamped_swiglu_interleaved"),
-    "groups-of-clamped-swiglu-backward": groups(
+    "groups-tensor": grouped_casts((-1, -1)),
+    "groups-row": grouped_casts((1, -1)),
+    "groups-1x128": grouped_casts((1, 128)),
+    "groups-1x32-e8m0": grouped_casts((1, 32), "e8m0", (True, True, False)),
+    "groups-of-swiglu": grouped_casts((1, 128), prologue="swiglu"),
+    "groups-of-swiglu-backward": grouped_casts((-1, -1), prologue="swiglu_backward"),
+    "groups-of-clamped-swiglu": grouped_casts((1, 128), prologue="clamped_swiglu_interleaved"),
+    "groups-of-clamped-swiglu-backward": grouped_casts(
         (1, 128), prologue="clamped_swiglu_interleaved_backward"
     ),
-    "groups-of-tokens": groups((1, 128), prologue="permute"),
-    "groups-of-tokens-row": groups((1, -1), prologue="permute"),
-    "groups-given": groups((-1, -1), "encode", given=slots[:2]),
-    "batch-128x128": groups((128, 128), wanted=(True, False, False), batch=True),
-    "batch-tensor": groups((-1, -1), batch=True),
-    "batch-given": groups((-1, -1), "encode", given=slots[:2], batch=True),
-    "batch-row": groups((1, -1), batch=True),
+    "groups-of-tokens": grouped_casts((1, 128), prologue="permute"),
+    "groups-of-tokens-row": grouped_casts((1, -1), prologue="permute"),
+    "groups-given": grouped_casts((-1, -1), "encode", given_scale=slots[:2]),
+    "batch-128x128": grouped_casts((128, 128), outputs=(True, False, False), batch=True),
+    "batch-tensor": grouped_casts((-1, -1), batch=True),
+    "batch-given": grouped_casts((-1, -1), "encode", given_scale=slots[:2], batch=True),
+    "batch-row": grouped_casts((1, -1), batch=True),
     "clear-rows": lambda: grouped_gemm.zero_padding_rows(x, torch.tensor([3, 7])),
-    "clear-products": lambda: grouped_gemm.zero_padding_rows(
+    "clear-batch": lambda: grouped_gemm.zero_padding_rows(
         x.view(2, 128, 512), torch.tensor([3, 7])
     ),
     "route-softmax": routed("softmax", 128, False, 1, 0, 1.0, False),
     "route-sigmoid-groups": routed("sigmoid", 256, False, 8, 4, 2.5, False),
     "route-sqrtsoftplus-dense": routed("sqrtsoftplus", 512, False, 1, 0, 1.0, True),
-    "route-softmax-backward": routed("softmax", 128, False, 1.0, False, back=True),
-    "route-sqrtsoftplus-backward": routed("sqrtsoftplus", 256, False, 2.5, False, back=True),
+    "route-softmax-backward": routed("softmax", 128, False, 1.0, False, backward=True),
+    "route-sqrtsoftplus-backward": routed("sqrtsoftplus", 256, False, 2.5, False, backward=True),
     "cross-entropy": entropy(),
     "cross-entropy-float32": entropy(dtype=torch.float32),
-    "cross-entropy-backward": entropy(back=True),
+    "cross-entropy-backward": entropy(backward=True),
     "measured-tensor": measured((-1, -1)),
     "measured-1x32": measured((1, 32)),
     "moments": moments_of(is_square=False),
@@ -335,31 +337,31 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "unpermute-fp8": gathered(with_probs=False, in_fp8=True),
     "unpermute-with-probs": gathered(with_probs=True),
     "unpermute-with-probs-backward": scattered(True, merged=True),
-    "rotary": rotated(128, interleaved=False, back=False),
-    "rotary-part-interleaved-back": rotated(48, interleaved=True, back=True),
+    "rotary": rotated(128, interleaved=False, backward=False),
+    "rotary-part-interleaved-back": rotated(48, interleaved=True, backward=True),
     "tensor": quantized((-1, -1)),
     "tensor-e5m2-pow2": quantized((-1, -1), "pow2", E5M2),
-    "tensor-both": both((-1, -1)),
-    "tensor-both-sum": both((-1, -1), column_sum=True),
+    "tensor-both": quantized_pair((-1, -1)),
+    "tensor-both-sum": quantized_pair((-1, -1), column_sum=True),
     "tensor-column-major": quantized((-1, -1), matrix=x.t()),
     "row": quantized((1, -1)),
     "row-long": quantized((1, -1), matrix=x.view(8, -1)),
     "row-column-major": quantized((1, -1), matrix=x.t()),
-    "row-both": both((1, -1)),
-    "row-both-sum": both((1, -1), column_sum=True),
+    "row-both": quantized_pair((1, -1)),
+    "row-both-sum": quantized_pair((1, -1), column_sum=True),
     "1x128": quantized((1, 128)),
-    "1x128-both": both((1, 128)),
-    "1x128-both-float32": both((1, 128), dtype=torch.float32),
+    "1x128-both": quantized_pair((1, 128)),
+    "1x128-both-float32": quantized_pair((1, 128), dtype=torch.float32),
     "tiles": tiles(PLAIN),
     "tiles-pow2-sum": tiles(PLAIN, "pow2", column_sum=True),
     "tiles-float16": tiles(HALF, fp8_dtype=E5M2, column_sum=True),
     "tiles-1x32-e8m0": tiles(PLAIN, "e8m0", size=32),
     "tiles-1x8-sum": tiles(PLAIN, size=8, column_sum=True),
-    "row-both-float32": both((1, -1), dtype=torch.float32),
+    "row-both-float32": quantized_pair((1, -1), dtype=torch.float32),
     "128x128": quantized((128, 128)),
-    "128x128-both": both((128, 128)),
+    "128x128-both": quantized_pair((128, 128)),
     "1x32-e8m0": quantized((1, 32), "e8m0"),
-    "32x32-both": both((32, 32)),
+    "32x32-both": quantized_pair((32, 32)),
     "few-rows": few_rows(16, 4096),
     "few-rows-wide-float32": few_rows(32, 28672, torch.float32),
     "many-tensors": many_quantized((-1, -1)),
@@ -377,18 +379,18 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "many-cast-128x128": many_cast((128, 128)),
     "many-cast-4x128": many_cast((4, 128)),
     "many-cast-odd": many_cast((128, 128), columns=500),
-    "cast": given(one, (-1, -1)),
-    "cast-amax": given(one, (-1, -1), one),
-    "cast-divides": given(one, (-1, -1), divide=True),
-    "cast-1x128-divides": given(torch.ones(256, 4), (1, 128), divide=True),
-    "cast-row": given(torch.ones(256, 1), (1, -1)),
-    "cast-1x128": given(torch.ones(256, 4), (1, 128)),
-    "cast-128x128": given(torch.ones(2, 4), (128, 128)),
-    "cast-both": cast_both(column_sum=False),
-    "cast-both-sum": cast_both(column_sum=True),
-    "cast-both-e5m2": cast_both(column_sum=False, fp8_dtype=E5M2),
+    "cast": encoded(unit_scale, (-1, -1)),
+    "cast-amax": encoded(unit_scale, (-1, -1), unit_scale),
+    "cast-divides": encoded(unit_scale, (-1, -1), divide=True),
+    "cast-1x128-divides": encoded(torch.ones(256, 4), (1, 128), divide=True),
+    "cast-row": encoded(torch.ones(256, 1), (1, -1)),
+    "cast-1x128": encoded(torch.ones(256, 4), (1, 128)),
+    "cast-128x128": encoded(torch.ones(2, 4), (128, 128)),
+    "cast-both": encoded_pair(column_sum=False),
+    "cast-both-sum": encoded_pair(column_sum=True),
+    "cast-both-e5m2": encoded_pair(column_sum=False, fp8_dtype=E5M2),
     "transpose": lambda: transpose(x.to(E4M3), 16),
-    "dequantize": dequantized(one, (-1, -1)),
+    "dequantize": dequantized(unit_scale, (-1, -1)),
     "dequantize-row": dequantized(torch.ones(256, 1), (1, -1)),
     "dequantize-1x32": dequantized(torch.ones(256, 16), (1, 32)),
     "layer-norm": normed(True, 512),
@@ -397,39 +399,44 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "layer-norm-backward": norm_backward(True, 4096),
     "layer-norm-backward-long": norm_backward(True, 8192),
     "rms-norm-backward": norm_backward(False, 512),
-    "layer-norm-of-tensor": fp8_normed(True, 4096, one, (-1, -1)),
+    "layer-norm-of-tensor": fp8_normed(True, 4096, unit_scale, (-1, -1)),
     "layer-norm-of-1x128": fp8_normed(True, 8192, torch.ones(16, 64), (1, 128)),
     "rms-norm-of-row-long": fp8_normed(False, 16384, torch.ones(8, 1), (1, -1)),
     "rms-norm-of-128x128": fp8_normed(False, 512, torch.ones(2, 4), (128, 128)),
-    "layer-norm-backward-of-tensor": fp8_norm_backward(True, 4096, one, (-1, -1)),
+    "layer-norm-backward-of-tensor": fp8_norm_backward(True, 4096, unit_scale, (-1, -1)),
     "layer-norm-backward-of-1x128": fp8_norm_backward(True, 8192, torch.ones(16, 64), (1, 128)),
     "rms-norm-backward-of-row": fp8_norm_backward(False, 512, torch.ones(256, 1), (1, -1)),
-    "value-of-swiglu": lambda: prologue.value_of(*SOURCES["swiglu"][:3]),
+    "value-of-swiglu": lambda: prologue.value_of(*PROLOGUES["swiglu"][:3]),
     "value-of-geglu-backward": lambda: prologue.value_of(
-        *SOURCES["geglu_backward"][:2], torch.float32
+        *PROLOGUES["geglu_backward"][:2], torch.float32
     ),
-    "cast-of-layer-norm": cast_of("layer_norm", slot=one),
-    "cast-of-rms-norm-transposed": cast_of("rms_norm", transposed=True),
-    "cast-of-multiply-transposed": cast_of("multiply", transposed=True),
-    "cast-of-swiglu": cast_of("swiglu", slot=one),
-    "cast-both-of-gelu-backward": pair_of("gelu_backward", slot=one),
-    "cast-both-of-geglu-backward": pair_of("geglu_backward", slot=one),
-    "cast-both-of-float32": lambda: forms.encode_pair(cast, WIDE, one, one, E5M2, 16, True),
+    "cast-of-layer-norm": encoded_of("layer_norm", slot=unit_scale),
+    "cast-of-rms-norm-transposed": encoded_of("rms_norm", columnwise=True),
+    "cast-of-multiply-transposed": encoded_of("multiply", columnwise=True),
+    "cast-of-swiglu": encoded_of("swiglu", slot=unit_scale),
+    "cast-both-of-gelu-backward": encoded_pair_of("gelu_backward", slot=unit_scale),
+    "cast-both-of-geglu-backward": encoded_pair_of("geglu_backward", slot=unit_scale),
+    "cast-both-of-float32": lambda: forms.encode_pair(
+        cast, WIDE, unit_scale, unit_scale, E5M2, 16, True
+    ),
     "tensor-of-rms-norm": quantized_of("rms_norm", (-1, -1)),
-    "tensor-both-of-swiglu-backward": both_of("swiglu_backward", (-1, -1)),
+    "tensor-both-of-swiglu-backward": quantized_pair_of("swiglu_backward", (-1, -1)),
     "row-of-layer-norm": quantized_of("layer_norm", (1, -1)),
-    "row-of-swiglu-transposed": quantized_of("swiglu", (1, -1), transposed=True),
-    "row-both-of-geglu-backward": both_of("geglu_backward", (1, -1)),
-    **{f"tiles-of-{name.replace('_', '-')}": tiles(computed) for name, computed in SOURCES.items()},
-    "tiles-of-layer-norm-transposed": tiles(SOURCES["layer_norm"], write=False),
-    "tiles-of-clamped-swiglu-backward": tiles(SOURCES["clamped_swiglu_interleaved_backward"]),
+    "row-of-swiglu-transposed": quantized_of("swiglu", (1, -1), columnwise=True),
+    "row-both-of-geglu-backward": quantized_pair_of("geglu_backward", (1, -1)),
+    **{
+        f"tiles-of-{name.replace('_', '-')}": tiles(computed)
+        for name, computed in PROLOGUES.items()
+    },
+    "tiles-of-layer-norm-transposed": tiles(PROLOGUES["layer_norm"], rowwise=False),
+    "tiles-of-clamped-swiglu-backward": tiles(PROLOGUES["clamped_swiglu_interleaved_backward"]),
     "groups-by-tiles": tiles_of_groups(PLAIN),
-    "groups-by-tiles-of-swiglu": tiles_of_groups(SOURCES["swiglu"], column_sum=False),
-    "groups-by-tiles-of-swiglu-backward": tiles_of_groups(SOURCES["swiglu_backward"]),
+    "groups-by-tiles-of-swiglu": tiles_of_groups(PROLOGUES["swiglu"], column_sum=False),
+    "groups-by-tiles-of-swiglu-backward": tiles_of_groups(PROLOGUES["swiglu_backward"]),
     "groups-by-tiles-of-tokens": tiles_of_groups(
         Prologue("permute", [x, torch.zeros(256, dtype=torch.int32)], x.dtype), "pow2"
     ),
-    "tiles-of-swiglu-backward-sum": tiles(SOURCES["swiglu_backward"], column_sum=True),
+    "tiles-of-swiglu-backward-sum": tiles(PROLOGUES["swiglu_backward"], column_sum=True),
     "update-scales": lambda: scaling.update_scales_(
         torch.zeros(1024, 8), slots, factors, slots.int(), slots, 0, 1, False, True
     ),
@@ -437,7 +444,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
         torch.zeros(4096, 8), slots, factors, slots.int(), slots, 0, 1, True, False
     ),
 }
-"""Calls whose kernels must not spill; with those of attention they launch every kernel."""
+"""Calls whose kernels must not spill; the tables below have the calls of all other kernels."""
 
 
 def attended(
@@ -447,9 +454,11 @@ def attended(
 ) -> Any:  # fmt: skip
     sizes = (SQ, D), (SK, D), (SK, DV)
     q, k, v = (torch.zeros(1, 2, *size).to(fp8_dtype) for size in sizes)
-    ends = [torch.tensor([0, 100, 256], dtype=torch.int32)] * 2 if packed or padded else []
-    ends += [torch.arange(256, dtype=torch.int32)] * padded
-    return lambda: attention.fp8_attention(q, k, v, one, one, one, mask, 0.1, dtype, *ends)
+    offsets = [torch.tensor([0, 100, 256], dtype=torch.int32)] * 2 if packed or padded else []
+    offsets += [torch.arange(256, dtype=torch.int32)] * padded
+    return lambda: attention.fp8_attention(
+        q, k, v, unit_scale, unit_scale, unit_scale, mask, 0.1, dtype, *offsets
+    )
 
 
 CAUSAL, WINDOW = (-1, 0, 0), (100, 0, 0)
@@ -476,7 +485,7 @@ ATTENTION: dict[str, Callable[[], Any]] = {
         256, 256, WINDOW, packed=True, dtype=torch.float32
     ),
 }
-"""Of Hopper's tensor cores alone; its softmax is approximate."""
+"""FP8 attention runs only on Hopper's tensor cores; its softmax is approximate."""
 
 
 def attended_backward(
@@ -487,11 +496,12 @@ def attended_backward(
     q, out = torch.zeros(1, 2, 256, D).to(E4M3), torch.zeros(1, 2, 256, DV, dtype=dtype)
     k, v = (torch.zeros(1, G, SK, size).to(E4M3) for size in heads)
     lse = torch.zeros(1, 2, 256)
-    ends = [torch.tensor([0, 100, 256], dtype=torch.int32)] * 2 if packed or padded else []
+    offsets = [torch.tensor([0, 100, 256], dtype=torch.int32)] * 2 if packed or padded else []
     tokens = [0, 0, *[torch.arange(256, dtype=torch.int32)] * 2] if padded else []
     return lambda: attention_backward.fp8_attention_backward(
-        out, q, k, v, one, one, one, out, lse, lse, mask, 0.1, *ends, *tokens
-    )
+        out, q, k, v, unit_scale, unit_scale, unit_scale, out, lse, lse, mask, 0.1, *offsets,
+        *tokens,
+    )  # fmt: skip
 
 
 ATTENTION_BACKWARD: dict[str, Callable[[], Any]] = {
@@ -514,7 +524,7 @@ ATTENTION_BACKWARD: dict[str, Callable[[], Any]] = {
     ),
 }
 
-SPILLED = {
+ALLOWED_SPILLS = {
     "attention-window-float32": 32,
     "attention-packed-window": 24,
     "attention-192-128": 24,
@@ -533,21 +543,21 @@ SPILLED = {
     "attention-backward-24-100-packed": 8,
     "pages-fp8": 64,  # 128 keys in FP8 are faster than 64, which spill nothing
 }
-"""Bytes a thread, nearly all written and read once a tile."""
+"""The spilled bytes of a thread; nearly all are written and read once per tile."""
 
 
-def product_of_blocks(out_dtype: torch.dtype, b_block: int, a_dtype: torch.dtype = E4M3) -> Any:
+def gemm_of_blocks(out_dtype: torch.dtype, b_block: int, a_dtype: torch.dtype = E4M3) -> Any:
     a, b = torch.zeros(384, 512).to(a_dtype), torch.zeros(512, 512).to(E4M3)
     scales = torch.ones(4, 384).t(), torch.ones(4, 512 // b_block).t()
     y, mode = torch.empty(384, 512, dtype=out_dtype), "rows" if b_block == 1 else "block"
     return lambda: hopper_gemm.multiply_tiles(mode, a, scales[0], b, scales[1], None, y)
 
 
-def product_of_groups(
+def gemm_of_groups(
     mode: str, out_dtype: torch.dtype = torch.bfloat16, contracts: bool = False, bias: bool = False,
     a_dtype: torch.dtype = E4M3,
 ) -> Any:  # fmt: skip
-    """Of 2 experts, 512 by 384; or of a contraction in 2 groups."""
+    """A GEMM of 2 experts with weights of 512 by 384, or a contraction in 2 groups."""
     E, M, N, K = 2, 256, 512, 384
     a = torch.zeros(M, K).to(a_dtype)
     b = torch.zeros((N, K) if contracts else (E, N, K)).to(E4M3)
@@ -557,27 +567,25 @@ def product_of_groups(
     b_scale = torch.ones(
         {"fast": (E, 1, 1), "precise": (E, N, 1), "block": (E, 4, 3)}.get(mode, (N, 3))
     )
-    added = torch.zeros(E, N, dtype=torch.bfloat16) if bias else None
+    group_bias = torch.zeros(E, N, dtype=torch.bfloat16) if bias else None
     offs = torch.tensor([100, 200], dtype=torch.int32)
     return lambda: grouped_gemm.multiply_groups(
-        mode, a, a_scale, b, b_scale, added, offs, out_dtype
+        mode, a, a_scale, b, b_scale, group_bias, offs, out_dtype
     )
 
 
-PRODUCTS: dict[str, Callable[[], Any]] = {
-    "groups-fast-bias": product_of_groups("fast", bias=True),
-    "groups-precise": product_of_groups("precise"),
-    "groups-precise-bias": product_of_groups("precise", bias=True, a_dtype=E5M2),
-    "groups-precise-contraction-float32": product_of_groups(
-        "precise", torch.float32, contracts=True
-    ),
-    "groups-block": product_of_groups("block"),
-    "groups-block-bias-float32": product_of_groups("block", torch.float32, bias=True),
-    "groups-rows-contraction": product_of_groups("rows", contracts=True),
-    "1x128-by-1x128": product_of_blocks(torch.bfloat16, 1),
-    "1x128-by-1x128-e5m2": product_of_blocks(torch.float16, 1, E5M2),
-    "1x128-by-1x128-float32": product_of_blocks(torch.float32, 1),
-    "1x128-by-128x128": product_of_blocks(torch.bfloat16, 128),
+GEMMS: dict[str, Callable[[], Any]] = {
+    "groups-fast-bias": gemm_of_groups("fast", bias=True),
+    "groups-precise": gemm_of_groups("precise"),
+    "groups-precise-bias": gemm_of_groups("precise", bias=True, a_dtype=E5M2),
+    "groups-precise-contraction-float32": gemm_of_groups("precise", torch.float32, contracts=True),
+    "groups-block": gemm_of_groups("block"),
+    "groups-block-bias-float32": gemm_of_groups("block", torch.float32, bias=True),
+    "groups-rows-contraction": gemm_of_groups("rows", contracts=True),
+    "1x128-by-1x128": gemm_of_blocks(torch.bfloat16, 1),
+    "1x128-by-1x128-e5m2": gemm_of_blocks(torch.float16, 1, E5M2),
+    "1x128-by-1x128-float32": gemm_of_blocks(torch.float32, 1),
+    "1x128-by-128x128": gemm_of_blocks(torch.bfloat16, 128),
 }
 
 
@@ -612,7 +620,7 @@ PAGED: dict[str, Callable[[], Any]] = {
     "pages-written-e5m2": written_to_pages(E5M2),
 }
 
-PORTABLE = (
+ON_ALL_FP8_GPUS = (
     *("tensor-both", "row-both", "1x128-both", "many-tensors", "many-1x128"),
     *("cast-amax", "transpose", "dequantize", "1x32-e8m0"),
 )
@@ -622,7 +630,7 @@ WITHOUT_FP8 = (
     *("value-of-swiglu", "value-of-geglu-backward", "transpose", "clear-rows", "update-scales"),
     *("moments", "moments-of-squares"),
 )
-"""Ops that convert nothing keep their kernels on GPUs for which Triton has no e4m3."""
+"""Kernels without casts, which also run on GPUs for which Triton has no e4m3."""
 SINCE_HOPPER = ("tiles", "tiles-1x32-e8m0", "tiles-of-swiglu-backward")
 
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
@@ -644,7 +652,7 @@ def launches(call: Callable[[], Any]) -> list[Launch]:
 
 
 def compile_launch(launch: Launch, capability: int) -> Any:
-    """Compile as the launch would: the same types, constants and divisibility by 16."""
+    """Compile as the launch would, with the same types, constants and divisibility by 16."""
     kernel, args, kwargs = launch
     names = [parameter.name for parameter in kernel.params]
     values = dict(zip(names, args, strict=False))
@@ -685,7 +693,7 @@ def compile_launch(launch: Launch, capability: int) -> Any:
 
 
 def resources(compiled: Any, folder: Path) -> dict[str, int]:
-    """Registers and local memory of a kernel; spilled registers live on the stack."""
+    """The registers and local memory of a kernel; spilled registers are on the stack."""
     path = folder / "kernel.cubin"
     path.write_bytes(compiled.asm["cubin"])
     usage = subprocess.run(
@@ -702,39 +710,39 @@ def all_kernels() -> Iterator[str]:
                 yield f"{module.name}.{name}"
 
 
-def test_every_kernel_is_compiled_here() -> None:
+def test_the_tables_launch_every_kernel() -> None:
     compiled = set()
-    for call in (LAUNCHES | ATTENTION | ATTENTION_BACKWARD | PRODUCTS | PAGED).values():
+    for call in (LAUNCHES | ATTENTION | ATTENTION_BACKWARD | GEMMS | PAGED).values():
         for kernel, _, _ in launches(call):
             compiled.add(f"{kernel.fn.__module__.rsplit('.', 1)[1]}.{kernel.fn.__name__}")
     assert compiled == set(all_kernels())
 
 
-REMEMBERED = {
+RECORDABLE = {
     **LAUNCHES,
     **PAGED,
-    **{n: call for n, call in PRODUCTS.items() if n.startswith("groups")},
+    **{n: call for n, call in GEMMS.items() if n.startswith("groups")},
 }
 
 
-def test_launches_can_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher passes what ``Launched`` leaves to Triton at every call."""
+def test_launches_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher passes arguments that ``Launched`` would have to leave to Triton."""
     monkeypatch.setattr(_launch, "current_device", lambda: 0)
     target = SimpleNamespace(backend="cuda")
     compiled = SimpleNamespace(
         metadata=SimpleNamespace(target=target), run=None, function=None, packed_metadata=None
     )
-    left = []
-    for name, call in REMEMBERED.items():
+    unrecordable = []
+    for name, call in RECORDABLE.items():
         for kernel, args, constants in launches(call):
-            again = Launched(kernel)
-            again._remember(compiled, args, constants)
-            left += [] if again._compiled else [f"{name}: {kernel.fn.__name__}"]
-    assert left == []
+            recorded_kernel = Launched(kernel)
+            recorded_kernel._remember(compiled, args, constants)
+            unrecordable += [] if recorded_kernel._compiled else [f"{name}: {kernel.fn.__name__}"]
+    assert unrecordable == []
 
 
 COUNTS_REGISTERS = triton.__version__.startswith("3.6.")
-"""The GPU machines' Triton. Others' kernels compile and are as right, but may spill."""
+"""The Triton of the GPU machines. Kernels of other versions are as correct, but may spill."""
 counts_registers = pytest.mark.skipif(
     not COUNTS_REGISTERS,
     reason=f"registers are counted as Triton 3.6 gives them; this is {triton.__version__}",
@@ -742,7 +750,7 @@ counts_registers = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_compiles_for_hopper(name: str, tmp_path: Path) -> None:
+def test_kernels_compile_for_hopper_without_spills(name: str, tmp_path: Path) -> None:
     for launch in launches(LAUNCHES[name]):
         compiled = compile_launch(launch, 90)
         check_infinities(name, compiled.asm["ptx"])
@@ -759,24 +767,24 @@ def test_compiles_for_hopper(name: str, tmp_path: Path) -> None:
                 check_three_tiles_share_a_multiprocessor(name, compiled, used["REG"])
 
 
-def without_marks(ptx: str) -> tuple[str, int]:
-    """PTX without the exact products and sums that make infinities NaN, and of how many values."""
-    rest, wide = re.subn(r"fma\.rn\.f32\s+%r\d+, (%r\d+), 0f00000000, \1;", "", ptx)
-    rest, pairs = re.subn(r"fma\.rn\.b?f16x2\s+%r\d+, (%r\d+), zero, \1;", "", rest)
-    return rest, wide + 2 * pairs
+def without_infinity_marks(ptx: str) -> tuple[str, int]:
+    """PTX without the exact operations that turn infinities into NaN, and the number of values."""
+    remaining, float32_marks = re.subn(r"fma\.rn\.f32\s+%r\d+, (%r\d+), 0f00000000, \1;", "", ptx)
+    remaining, pairs = re.subn(r"fma\.rn\.b?f16x2\s+%r\d+, (%r\d+), zero, \1;", "", remaining)
+    return remaining, float32_marks + 2 * pairs
 
 
-MARKED_ONCE = {
+MARKED_ONCE_FOR_BOTH = {
     *("row-both-float32", "groups-tensor", "groups-row", "groups-given", "groups-of-tokens-row"),
     *("groups-of-swiglu-backward", "batch-tensor", "batch-row", "batch-given"),
 }
-"""Wide values that are marked serve both orientations."""
+"""Kernels that mark values once for both orientations."""
 
 
 def check_infinities(name: str, ptx: str) -> None:
-    """Every cast tells infinities from large numbers: the instruction makes the largest of both."""
-    marks = without_marks(ptx)[1]
-    if name in MARKED_ONCE:
+    """Every cast distinguishes infinities from large numbers; the instruction saturates both."""
+    marks = without_infinity_marks(ptx)[1]
+    if name in MARKED_ONCE_FOR_BOTH:
         marks *= 2
     assert 2 * ptx.count("cvt.rn.satfinite.e4m3x2.f32") <= marks
     compared = ptx.count("set.eq.f32.f32") + 2 * ptx.count("set.eq.bf16x2.bf16x2")
@@ -785,8 +793,8 @@ def check_infinities(name: str, ptx: str) -> None:
 
 def check_arithmetic(ptx: str) -> None:
     """No flushed denormals, no approximate division, no NaN-propagating minimum (triton 11111)."""
-    ptx = ptx.replace("rcp.approx.ftz", "")  # of a sigmoid, whose argument is at least 1
-    ptx, _ = without_marks(ptx)
+    ptx = ptx.replace("rcp.approx.ftz", "")  # in a sigmoid, with an argument of at least 1
+    ptx, _ = without_infinity_marks(ptx)
     assert ".ftz" not in ptx
     assert "div.full" not in ptx
     assert "div.approx" not in ptx
@@ -795,7 +803,7 @@ def check_arithmetic(ptx: str) -> None:
 
 
 def check_wide_accesses(ptx: str, *, odd: bool) -> None:
-    """Of matrices in a table, where all are aligned: nothing else tells the compiler so."""
+    """Kernels of tables load aligned matrices by wide words; table entries carry no alignment."""
     assert bool(re.search(r"ld\.global\S*\.v4\.b32", ptx)) != odd
     if not odd:
         assert not re.search(r"(ld|st)\.global\S*\.b(8|16)\b", ptx)
@@ -807,7 +815,7 @@ def check_rows_move_by_16_bytes(ptx: str) -> None:
 
 
 def check_three_tiles_share_a_multiprocessor(name: str, compiled: Any, registers: int) -> None:
-    """And load and store by 8 or 16 bytes."""
+    """The tiles also load and store words of 8 or 16 bytes."""
     assert registers * 256 * 3 <= 2**16
     assert compiled.metadata.shared * 3 <= 227 * 1024
     assert re.search(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"]) or "-of-" in name
@@ -817,25 +825,25 @@ def check_three_tiles_share_a_multiprocessor(name: str, compiled: Any, registers
 
 @counts_registers
 @pytest.mark.parametrize("name", PAGED)
-def test_paged_attention_compiles_for_hopper(name: str, tmp_path: Path) -> None:
+def test_paged_attention_compiles_for_hopper_with_wide_loads(name: str, tmp_path: Path) -> None:
     for launch in launches(PAGED[name]):
         compiled = compile_launch(launch, 90)
         used = resources(compiled, tmp_path)
-        assert used["STACK"] <= SPILLED.get(name, 0)
+        assert used["STACK"] <= ALLOWED_SPILLS.get(name, 0)
         assert used["LOCAL"] == 0
         assert re.search(r"ld\.global\S*\.v4\.b32|cp\.async\S* .*, 0?x?10;", compiled.asm["ptx"])
 
 
 @counts_registers
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_compiles_for_hopper_without_spills(name: str, tmp_path: Path) -> None:
+def test_attention_compiles_for_hopper_with_few_spills(name: str, tmp_path: Path) -> None:
     *_, launch = launches(ATTENTION[name])
     compiled = compile_launch(launch, 90)
     used = resources(compiled, tmp_path)
-    # What a few registers hold of a tile, where masks and sizes take more of them.
-    assert used["STACK"] <= SPILLED.get(name, 0)
+    # Some kernels spill a few registers of a tile, because masks and sizes need more registers.
+    assert used["STACK"] <= ALLOWED_SPILLS.get(name, 0)
     assert used["LOCAL"] == 0
-    # Products that ptxas waits for one by one, as it does when it sees their results read early.
+    # ptxas would wait for each GEMM separately if it saw its result read early.
     assembly = subprocess.run(
         [CUOBJDUMP, "-sass", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True
     ).stdout
@@ -844,7 +852,7 @@ def test_attention_compiles_for_hopper_without_spills(name: str, tmp_path: Path)
 
 
 def check_pairs_of_e4m3(assembly: str) -> None:
-    """Of a value that is twice in a word, ptxas takes the second from a register never written."""
+    """If a value is twice in a word, ptxas reads the second from a register that nothing wrote."""
     pairs = re.findall(r"F2FP\S*E4M3\S* R\d+, (R\d+)(?:\.reuse)?, (R\d+)", assembly)
     assert pairs
     assert all(first != second for first, second in pairs)
@@ -852,7 +860,7 @@ def check_pairs_of_e4m3(assembly: str) -> None:
 
 @counts_registers
 @pytest.mark.parametrize("name", ["", "relu", "swiglu"])
-def test_a_row_that_is_padded_compiles_for_hopper(name: str, tmp_path: Path) -> None:
+def test_a_padded_row_cast_reads_only_written_registers(name: str, tmp_path: Path) -> None:
     x = torch.zeros(1, 320)
     (launch,) = launches(lambda: cast(name, [x], x.dtype, E4M3, (1, -1), "fp32", 0.0, 16))
     resources(compile_launch(launch, 90), tmp_path)
@@ -860,35 +868,35 @@ def test_a_row_that_is_padded_compiles_for_hopper(name: str, tmp_path: Path) -> 
 
 
 def check_conversions_read_what_was_written(folder: Path) -> str:
-    """ptxas of CUDA 12.8 took what it had converted to FP8 from registers that nothing wrote."""
+    """ptxas of CUDA 12.8 read converted FP8 data from registers that nothing had written."""
     assembly = subprocess.run(
         [CUOBJDUMP, "-sass", folder / "kernel.cubin"], capture_output=True, text=True, check=True
     ).stdout
     written: set[int] = set()
     for operation, operands in re.findall(r"\*/ +(?:@!?U?P\d+ )?([A-Z]\S*) ([^;]*);", assembly):
-        first, *sources = operands.split(",")
+        target_operand, *sources = operands.split(",")
         if operation.startswith(("F2FP", "LOP3")):
             read = {int(number) for number in re.findall(r"\bR(\d+)", ",".join(sources))}
             assert read <= written, f"{operation} {operands}"
-        if target := re.match(r"R(\d+)", first):
+        if target := re.match(r"R(\d+)", target_operand):
             columns = re.search(r"GMMA\.64x(\d+)", operation)
-            wide = 4 if ".128" in operation else 2 if re.search(r"\.64|WIDE", operation) else 1
+            width = 4 if ".128" in operation else 2 if re.search(r"\.64|WIDE", operation) else 1
             start = int(target[1])
-            written.update(range(start, start + (int(columns[1]) // 2 if columns else wide)))
+            written.update(range(start, start + (int(columns[1]) // 2 if columns else width)))
     return assembly
 
 
 @counts_registers
 @pytest.mark.parametrize("name", ATTENTION_BACKWARD)
-def test_attention_backward_compiles_for_hopper(name: str, tmp_path: Path) -> None:
-    """Few registers spill, and ptxas does not wait for each GEMM by itself."""
+def test_attention_backward_compiles_for_hopper_with_few_spills(name: str, tmp_path: Path) -> None:
+    """Few registers spill, and ptxas does not wait for each GEMM separately."""
     prepare, *_, largest, keys, queries = launches(ATTENTION_BACKWARD[name])
     for launch in (largest, prepare):
         assert resources(compile_launch(launch, 90), tmp_path)["STACK"] == 0
     check_conversions_read_what_was_written(tmp_path)
     for launch in (queries, keys):
         used = resources(compile_launch(launch, 90), tmp_path)
-        assert used["STACK"] <= SPILLED.get(name, 0)
+        assert used["STACK"] <= ALLOWED_SPILLS.get(name, 0)
         assert used["LOCAL"] == 0
         assembly = check_conversions_read_what_was_written(tmp_path)
         products = assembly.count("QGMMA") + assembly.count("HGMMA")
@@ -898,10 +906,10 @@ def test_attention_backward_compiles_for_hopper(name: str, tmp_path: Path) -> No
 
 
 @counts_registers
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_products_compile_for_hopper(name: str, tmp_path: Path) -> None:
-    """Each product is waited for once; of registers a few spill, constants of the loop."""
-    *_, launch = launches(PRODUCTS[name])  # of groups, after the plan
+@pytest.mark.parametrize("name", GEMMS)
+def test_gemms_compile_for_hopper_with_one_wait_each(name: str, tmp_path: Path) -> None:
+    """The kernel waits once for each GEMM, and spills only a few constants of the loop."""
+    *_, launch = launches(GEMMS[name])  # kernels of groups come after the plan
     compiled = compile_launch(launch, 90)
     used = resources(compiled, tmp_path)
     assert used["STACK"] <= 32
@@ -910,25 +918,26 @@ def test_products_compile_for_hopper(name: str, tmp_path: Path) -> None:
     assembly = subprocess.run(
         [CUOBJDUMP, "-sass", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True
     ).stdout
-    # Four to a product of 128; where the tensor cores sum, a wait after the last step as well.
+    # A step of 128 has four instructions. If the tensor cores accumulate, there is a second wait,
+    # after the last step.
     products = 2 if "fast" in name else 4
     assert assembly.count("QGMMA") == products * assembly.count("WARPGROUP.DEPBAR")
     assert len(steps_of_tiles(compiled.asm["ttgir"], of_each="groups" in name)) == 3
 
 
 def steps_of_tiles(program: str, *, of_each: bool) -> list[str]:
-    """The bounds of the loops over steps, which are in loops over tiles, of the three roles.
+    """The bounds of the loops over steps inside loops over tiles, in the three roles of warps.
 
-    Where there are groups, each tile has to have its own. Triton 3.6 drops a value that a loop
-    carries and that is nothing but the bound of a loop inside it: all tiles had as many steps as
-    the first, and the loading warp waited for ever.
+    In GEMMs of groups each tile must have its own bound. Triton 3.6 drops a value that a loop
+    carries if it is only the bound of an inner loop: then all tiles had as many steps as the first,
+    and the loading warp waited forever.
     """
     loop = r"scf\.for %\w+ = %\w+ to (%\w+) step %\w+ iter_args\(([^)]*)\)"
     bounds = []
     for tiles in re.finditer(loop, program):
         steps = re.compile(loop).search(program, tiles.end())
         if steps is None or "scf.yield" in program[tiles.end() : steps.start()]:
-            continue  # not one inside the other
+            continue  # the loops are not nested
         bound = steps[1]
         carried = re.findall(r"(%\w+) =", tiles[2])
         inside = f"{bound} = " in program[tiles.end() : steps.start()]
@@ -937,34 +946,35 @@ def steps_of_tiles(program: str, *, of_each: bool) -> list[str]:
     return bounds
 
 
-BOTH_AT_ONCE: dict[str, Callable[[], Any]] = {
-    "cast": cast_both(column_sum=True), "row": both((1, -1)), "layer-norm": pair_of("layer_norm"),
+BOTH_ORIENTATIONS: dict[str, Callable[[], Any]] = {
+    "cast": encoded_pair(column_sum=True), "row": quantized_pair((1, -1)),
+    "layer-norm": encoded_pair_of("layer_norm"),
     "float32-geglu-backward": LAUNCHES["cast-both-of-float32"],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BOTH_AT_ONCE)
-def test_words_are_transposed_and_not_bytes(name: str) -> None:
-    """Triton 3.6 gets the bytes of some transposed tiles wrong; and words are faster."""
-    *_, launch = launches(BOTH_AT_ONCE[name])
+@pytest.mark.parametrize("name", BOTH_ORIENTATIONS)
+def test_transposes_move_words_and_not_bytes(name: str) -> None:
+    """Triton 3.6 transposes the bytes of some tiles wrongly, and words are faster."""
+    *_, launch = launches(BOTH_ORIENTATIONS[name])
     ir = compile_launch(launch, 90).asm["ttgir"]
     transposed = set(re.findall(r"tt\.trans .*: tensor<\w+x(\w+),", ir))
     assert "i32" in transposed
-    assert transposed <= {"i32", "f32"}  # scales too
+    assert transposed <= {"i32", "f32"}  # f32 are the scales
     assert not re.search(r"convert_layout .*xf8", ir)
 
 
 @pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 def test_casts_saturate_in_hardware(fp8_dtype: torch.dtype) -> None:
     short = "e4m3" if fp8_dtype == E4M3 else "e5m2"
-    (launch,) = launches(cast_both(column_sum=False, fp8_dtype=fp8_dtype))
+    (launch,) = launches(encoded_pair(column_sum=False, fp8_dtype=fp8_dtype))
     ptx = compile_launch(launch, 90).asm["ptx"]
     casts = re.findall(rf"cvt\S*{short}\S*", ptx)
     assert set(casts) == {f"cvt.rn.satfinite.{short}x2.f32"}
 
 
 def other_gpus(names: tuple[str, ...], *capabilities: int) -> list[Any]:
-    """All kernels for other GPUs than Hopper; of the first, one of each capability is quick."""
+    """``names`` with GPUs other than Hopper; only the first name is quick, the rest is slow."""
     return [
         pytest.param(name, capability, marks=[pytest.mark.slow] if name != names[0] else [])
         for name in names
@@ -975,19 +985,19 @@ def other_gpus(names: tuple[str, ...], *capabilities: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "capability"),
     [
-        *other_gpus(PORTABLE, 89, 100, 120),
+        *other_gpus(ON_ALL_FP8_GPUS, 89, 100, 120),
         *other_gpus(SINCE_HOPPER, 100, 120),
         *other_gpus(WITHOUT_FP8, 70, 75, 80, 86),
     ],
 )
-def test_compiles_for_other_gpus(name: str, capability: int) -> None:
+def test_kernels_compile_for_other_gpus(name: str, capability: int) -> None:
     for launch in launches(LAUNCHES[name]):
         assert compile_launch(launch, capability).asm["cubin"]
 
 
 @pytest.mark.parametrize("name", ["tensor-both", "row", "1x128", "dequantize"])
-def test_casts_do_not_compile_where_the_reference_takes_their_place(name: str) -> None:
-    """When Triton can, ``formats.CASTS`` may say so."""
+def test_casts_do_not_compile_where_the_reference_replaces_them(name: str) -> None:
+    """If this fails because Triton compiles them, ``formats.CASTS`` may include the GPUs."""
     *_, launch = launches(LAUNCHES[name])
     with pytest.raises(CompilationError, match="fp8e4nv not supported"):
         compile_launch(launch, 80)

@@ -1,6 +1,6 @@
-"""The CUDA implementations against the reference, which runs on CPU copies of the inputs.
+"""The CUDA implementations, compared with the reference, which runs on CPU copies of the inputs.
 
-Quantized data, scales and amaxes agree bit for bit; the GEMM is measured against float64.
+FP8 data, scales and amaxes are equal bit for bit; GEMMs are compared with float64.
 """
 
 from collections.abc import Sequence
@@ -57,8 +57,8 @@ def matrix(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def same(got: Tensor | None, want: Tensor | None) -> None:
-    """Equal bits, except that every NaN of a format is the same NaN."""
+def assert_same(got: Tensor | None, want: Tensor | None) -> None:
+    """Asserts equal bits, but treats all NaN of a format as equal."""
     if got is None or want is None:
         assert got is want
         return
@@ -74,13 +74,13 @@ def same(got: Tensor | None, want: Tensor | None) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
-def all_same(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
-    for one, other in zip(got, want, strict=True):
-        same(one, other)
+def assert_all_same(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    for actual, expected in zip(got, want, strict=True):
+        assert_same(actual, expected)
 
 
-def sums_close(got: Tensor, x: Tensor) -> None:
-    """Column sums of ``x``, added up in float32 in any order."""
+def assert_sums_close(got: Tensor, x: Tensor) -> None:
+    """Asserts that ``got`` are the column sums of ``x``, added in float32 in any order."""
     bound = x.double().abs().sum(0) * 2.0**-24 * max(x.shape[0], 1)
     assert bool(((got - x.double().sum(0)).abs() <= bound).all())
 
@@ -89,7 +89,7 @@ def sums_close(got: Tensor, x: Tensor) -> None:
 @each_recipe
 @each_fp8_dtype
 @each_dtype
-def test_quantize(
+def test_quantize_equals_the_reference(
     dtype: torch.dtype, fp8_dtype: torch.dtype, recipe: tuple[Any, ...], layout: Any
 ) -> None:
     block, rule, eps = recipe
@@ -98,51 +98,55 @@ def test_quantize(
             x = layout(matrix(shape, dtype))
             arguments = (fp8_dtype, block, rule, eps, align)
             got = forms.quantize(ops.cast_op, x, *arguments)
-            all_same(got, reference.quantize(x.cpu(), *arguments))
+            assert_all_same(got, reference.quantize(x.cpu(), *arguments))
             *got, sums = forms.quantize_pair(ops.cast_op, x, *arguments, align == 16)
-            all_same(got, forms.quantize_pair(reference.cast, x.cpu(), *arguments, False)[:4])
-            sums_close(sums, x if align == 16 else x[:, :0])
+            assert_all_same(
+                got, forms.quantize_pair(reference.cast, x.cpu(), *arguments, False)[:4]
+            )
+            assert_sums_close(sums, x if align == 16 else x[:, :0])
 
 
 @each_layout
 @each_dtype
 @each_shape
-def test_quantize_by_a_known_amax(shape: tuple[int, int], dtype: torch.dtype, layout: Any) -> None:
+def test_quantize_with_a_given_amax_equals_the_reference(
+    shape: tuple[int, int], dtype: torch.dtype, layout: Any
+) -> None:
     x = layout(matrix(shape, dtype))
     for value in (3.0, 0.0, torch.inf, torch.nan, float(x.abs().max()) if x.numel() else 1.0):
         amax = torch.full((1, 1), value, device="cuda")
         for align in (1, 16):
             arguments = (E4M3, (-1, -1), "fp32", 0.0, align)
             want = reference.quantize(x.cpu(), *arguments, amax.cpu())
-            all_same(forms.quantize(ops.cast_op, x, *arguments, amax)[:2], want[:2])
+            assert_all_same(forms.quantize(ops.cast_op, x, *arguments, amax)[:2], want[:2])
             got = forms.quantize_pair(ops.cast_op, x, *arguments, False, amax)
             arguments = (*arguments, False, amax.cpu())
-            all_same(got[:4], forms.quantize_pair(reference.cast, x.cpu(), *arguments)[:4])
+            assert_all_same(got[:4], forms.quantize_pair(reference.cast, x.cpu(), *arguments)[:4])
 
 
 @each_layout
 @each_dtype
 @each_shape
-def test_quantize_by_known_amaxes_of_blocks(
+def test_quantize_with_given_amaxes_of_blocks_equals_the_reference(
     shape: tuple[int, int], dtype: torch.dtype, layout: Any
 ) -> None:
     x = layout(matrix(shape, dtype))
     for block, rule in forms.GRIDS:
-        for transposed in (False, True):
-            got = forms.quantize_by_amaxes(ops.cast_op, x, block, rule, transposed=transposed)
+        for columnwise in (False, True):
+            got = forms.quantize_by_amaxes(ops.cast_op, x, block, rule, columnwise=columnwise)
             want = forms.quantize_by_amaxes(
-                reference.cast, x.cpu(), block, rule, transposed=transposed
+                reference.cast, x.cpu(), block, rule, columnwise=columnwise
             )
-            all_same(got, want)
+            assert_all_same(got, want)
 
 
 @each_layout
 @each_dtype
 @each_shape
-def test_amax(shape: tuple[int, int], dtype: torch.dtype, layout: Any) -> None:
+def test_amax_equals_the_reference(shape: tuple[int, int], dtype: torch.dtype, layout: Any) -> None:
     x = layout(matrix(shape, dtype))
     for block in ((-1, -1), (1, -1), (-1, 1), (1, 128)):
-        same(forms.amax(ops.amax_op, x, block), reference.amax(x.cpu(), block))
+        assert_same(forms.amax(ops.amax_op, x, block), reference.amax(x.cpu(), block))
 
 
 SPECIAL = {
@@ -163,101 +167,121 @@ SPECIAL = {
 @pytest.mark.parametrize("values", SPECIAL.values(), ids=SPECIAL)
 @each_fp8_dtype
 @each_dtype
-def test_special_values(dtype: torch.dtype, fp8_dtype: torch.dtype, values: list[float]) -> None:
+def test_special_values_equal_the_reference(
+    dtype: torch.dtype, fp8_dtype: torch.dtype, values: list[float]
+) -> None:
     x = torch.tensor(values, device="cuda").to(dtype).repeat(3, 40)
     for block, rule, eps in RECIPES.values():
         arguments = (fp8_dtype, block, rule, eps, 16)
-        all_same(
+        assert_all_same(
             forms.quantize(ops.cast_op, x, *arguments), reference.quantize(x.cpu(), *arguments)
         )
         got = forms.quantize_pair(ops.cast_op, x, *arguments, False)
-        all_same(got[:4], forms.quantize_pair(reference.cast, x.cpu(), *arguments, False)[:4])
+        assert_all_same(
+            got[:4], forms.quantize_pair(reference.cast, x.cpu(), *arguments, False)[:4]
+        )
     for scale in (1.0, 0.0, 2.0**-149, 2.0**-127, torch.inf, torch.nan, 3e38):
         factor = torch.tensor(scale)
         for divide in (False, True):
             got = forms.encode(ops.cast_op, x, factor.cuda(), None, fp8_dtype, (-1, -1), 1, divide)
-            same(
+            assert_same(
                 got,
                 forms.encode(ops.cast_op, x.cpu(), factor, None, fp8_dtype, (-1, -1), 1, divide),
             )
 
 
 def with_infinities(x: Tensor) -> Tensor:
-    """Values that are not finite, and the largest, in random places, some next to each other."""
+    """``x`` with nonfinite and the largest values in random places, some of them adjacent."""
     x = x.clone()
     if x.numel() > 1:
-        places = torch.randperm(x.numel(), device=x.device)[: max(x.numel() // 50, 1)]
-        places = torch.cat((places, places[: len(places) // 2] + 1)) % x.numel()
-        most = torch.finfo(x.dtype).max
-        values = x.new_tensor([torch.inf, -torch.inf, torch.nan, most, -most])
-        x.view(-1)[places] = values[torch.arange(len(places), device=x.device) % 5]
+        positions = torch.randperm(x.numel(), device=x.device)[: max(x.numel() // 50, 1)]
+        positions = torch.cat((positions, positions[: len(positions) // 2] + 1)) % x.numel()
+        largest_value = torch.finfo(x.dtype).max
+        values = x.new_tensor([torch.inf, -torch.inf, torch.nan, largest_value, -largest_value])
+        x.view(-1)[positions] = values[torch.arange(len(positions), device=x.device) % 5]
     return x
 
 
 @each_layout
 @each_fp8_dtype
 @each_dtype
-def test_infinities_anywhere(dtype: torch.dtype, fp8_dtype: torch.dtype, layout: Any) -> None:
-    """Every kernel of a matrix: scales found by each recipe, given ones, slots, transposes."""
-    for number, shape in enumerate(SHAPES.values()):
+def test_nonfinite_values_anywhere_equal_the_reference(
+    dtype: torch.dtype, fp8_dtype: torch.dtype, layout: Any
+) -> None:
+    """Every kernel of a matrix: computed scales of each recipe, given scales, slots, transposes."""
+    for index, shape in enumerate(SHAPES.values()):
         x = layout(with_infinities(matrix(shape, dtype)))
-        align = (1, 16)[number % 2]
+        align = (1, 16)[index % 2]
         for block, rule, eps in RECIPES.values():
-            how = (fp8_dtype, block, rule, eps, align)
-            got = forms.quantize(ops.cast_op, x, *how, transposed=number % 3 == 0)
-            want = forms.quantize(reference.cast, x.cpu(), *how, transposed=number % 3 == 0)
-            all_same(got[:2], want[:2])
-            *got, _ = forms.quantize_pair(ops.cast_op, x, *how, False)
-            all_same(got, forms.quantize_pair(reference.cast, x.cpu(), *how, False)[:4])
+            options = (fp8_dtype, block, rule, eps, align)
+            got = forms.quantize(ops.cast_op, x, *options, columnwise=index % 3 == 0)
+            want = forms.quantize(reference.cast, x.cpu(), *options, columnwise=index % 3 == 0)
+            assert_all_same(got[:2], want[:2])
+            *got, _ = forms.quantize_pair(ops.cast_op, x, *options, False)
+            assert_all_same(got, forms.quantize_pair(reference.cast, x.cpu(), *options, False)[:4])
         for factor in (torch.tensor([0.73]), torch.tensor([3e38])):
-            slot, wanted_slot = torch.zeros(1, device="cuda"), torch.zeros(1)
-            how = (fp8_dtype, align, False)
-            *got, _ = forms.encode_pair(ops.cast_op, x, factor.cuda(), slot, *how)
-            want = forms.encode_pair(ops.cast_op, x.cpu(), factor, wanted_slot, *how)
-            all_same(got, want[:2])
-            same(slot, wanted_slot)
+            slot, expected_slot = torch.zeros(1, device="cuda"), torch.zeros(1)
+            options = (fp8_dtype, align, False)
+            *got, _ = forms.encode_pair(ops.cast_op, x, factor.cuda(), slot, *options)
+            want = forms.encode_pair(ops.cast_op, x.cpu(), factor, expected_slot, *options)
+            assert_all_same(got, want[:2])
+            assert_same(slot, expected_slot)
             for divide in (False, True):
-                how = (fp8_dtype, (-1, -1), align, divide)
-                got = forms.encode(ops.cast_op, x, factor.cuda(), None, *how)
-                same(got, forms.encode(ops.cast_op, x.cpu(), factor, None, *how))
+                options = (fp8_dtype, (-1, -1), align, divide)
+                got = forms.encode(ops.cast_op, x, factor.cuda(), None, *options)
+                assert_same(got, forms.encode(ops.cast_op, x.cpu(), factor, None, *options))
 
 
 @pytest.mark.parametrize("prologue", ["", "relu", "reglu"])
 @each_fp8_dtype
 @each_dtype
-def test_infinities_in_groups(dtype: torch.dtype, fp8_dtype: torch.dtype, prologue: str) -> None:
+def test_nonfinite_values_in_groups_equal_the_reference(
+    dtype: torch.dtype, fp8_dtype: torch.dtype, prologue: str
+) -> None:
     offs = torch.tensor([0, 17, 145, 300], dtype=torch.int32)
     x = with_infinities(matrix((320, 528), dtype))
     batch = with_infinities(matrix((3 * 48, 272), dtype)).view(3, 48, 272)
     factor, slot = torch.tensor([0.73]), torch.zeros(len(offs))
-    used = 128 + 128 + 256  # columns of the transpose that groups of 17, 128 and 155 rows have
-    recipes = [((-1, -1), "fp32"), ((1, -1), "pow2"), ((1, 128), "fp32"), ((1, 32), "e8m0")]
-    for block, rule in recipes:
-        for wanted in ((True, True, False), (True, False, False), (False, True, False)):
-            how = (fp8_dtype, block, rule, 0.0, *wanted)
-            got = cast_groups(ops.cast_op, prologue, [x], dtype, offs.cuda(), *how)
-            want = cast_groups(ops.cast_op, prologue, [x.cpu()], dtype, offs, *how)
-            same_groups(got, want, used)
+    used = 128 + 128 + 256  # columns of the transpose for groups of 17, 128 and 155 rows
+    cases = [((-1, -1), "fp32"), ((1, -1), "pow2"), ((1, 128), "fp32"), ((1, 32), "e8m0")]
+    for block, rule in cases:
+        for outputs in ((True, True, False), (True, False, False), (False, True, False)):
+            options = (fp8_dtype, block, rule, 0.0, *outputs)
+            got = cast_groups(ops.cast_op, prologue, [x], dtype, offs.cuda(), *options)
+            want = cast_groups(ops.cast_op, prologue, [x.cpu()], dtype, offs, *options)
+            assert_same_groups(got, want, used)
             if not prologue:
-                got = cast_groups(ops.cast_op, "", [batch], dtype, None, *how)
-                same_groups(got, cast_groups(ops.cast_op, "", [batch.cpu()], dtype, None, *how))
-    how = (fp8_dtype, (-1, -1), "encode", 0.0, True, True, False)
-    there = slot.cuda()
-    got = cast_groups(ops.cast_op, prologue, [x], dtype, offs.cuda(), *how, factor.cuda(), there)
-    want = cast_groups(ops.cast_op, prologue, [x.cpu()], dtype, offs, *how, factor, slot)
-    same_groups(got, want, used)
-    same(there, slot)
+                got = cast_groups(ops.cast_op, "", [batch], dtype, None, *options)
+                assert_same_groups(
+                    got, cast_groups(ops.cast_op, "", [batch.cpu()], dtype, None, *options)
+                )
+    options = (fp8_dtype, (-1, -1), "encode", 0.0, True, True, False)
+    gpu_slot = slot.cuda()
+    got = cast_groups(
+        ops.cast_op, prologue, [x], dtype, offs.cuda(), *options, factor.cuda(), gpu_slot
+    )
+    want = cast_groups(ops.cast_op, prologue, [x.cpu()], dtype, offs, *options, factor, slot)
+    assert_same_groups(got, want, used)
+    assert_same(gpu_slot, slot)
 
 
-def same_groups(got: Sequence[Tensor | None], want: Sequence[Tensor | None], used: int = 0) -> None:
-    """Equal data, scales and amaxes, of a transpose in its first ``used`` columns if they count."""
-    for index, (one, other) in enumerate(zip(got[:5], want[:5], strict=True)):
-        if used and one is not None and other is not None and index in (3, 4) and other.ndim == 2:
+def assert_same_groups(
+    got: Sequence[Tensor | None], want: Sequence[Tensor | None], used: int = 0
+) -> None:
+    """Asserts equal data, scales and amaxes; of a transpose only ``used`` columns count."""
+    for index, (actual, expected) in enumerate(zip(got[:5], want[:5], strict=True)):
+        if (
+            used
+            and actual is not None
+            and expected is not None
+            and index in (3, 4)
+            and expected.ndim == 2
+        ):
             q_t = want[3]
             assert q_t is not None
-            columns = -(-used * other.shape[1] // q_t.shape[1])
-            one, other = one[:, :columns].contiguous(), other[:, :columns].contiguous()
-        same(one, other)
+            columns = -(-used * expected.shape[1] // q_t.shape[1])
+            actual, expected = actual[:, :columns].contiguous(), expected[:, :columns].contiguous()
+        assert_same(actual, expected)
 
 
 @each_fp8_dtype
@@ -268,82 +292,88 @@ def test_every_float16_casts_as_the_reference_does(fp8_dtype: torch.dtype) -> No
         factor = torch.tensor(scale)
         got = forms.encode_pair(ops.cast_op, x, factor.cuda(), None, fp8_dtype, 1, False)
         want = forms.encode_pair(ops.cast_op, x.cpu(), factor, None, fp8_dtype, 1, False)
-        all_same(got[:2], want[:2])
+        assert_all_same(got[:2], want[:2])
         got = forms.encode(ops.cast_op, x, factor.cuda(), None, fp8_dtype, (-1, -1), 1, True)
-        same(got, forms.encode(ops.cast_op, x.cpu(), factor, None, fp8_dtype, (-1, -1), 1, True))
+        assert_same(
+            got, forms.encode(ops.cast_op, x.cpu(), factor, None, fp8_dtype, (-1, -1), 1, True)
+        )
 
 
 @pytest.mark.parametrize("block", [(1, -1), (1, 128), (128, 128), (-1, -1)], ids=str)
 @each_dtype
-def test_bytes_are_those_of_the_encode_factor(dtype: torch.dtype, block: tuple[int, int]) -> None:
-    """Of many random values, some bytes tell the encode factor from 1 / (1 / encode factor)."""
+def test_casts_multiply_by_the_encode_factor(dtype: torch.dtype, block: tuple[int, int]) -> None:
+    """Some of many random values distinguish the encode factor from 1 / (1 / encode factor)."""
     x = matrix((1024, 4096), dtype)
     for align in (1, 16):
-        how = (E4M3, block, "fp32", 0.0, align)
-        q, scale, amax = reference.quantize(x.cpu(), *how)
-        all_same(forms.quantize(ops.cast_op, x, *how), (q, scale, amax))
-        *got, _ = forms.quantize_pair(ops.cast_op, x, *how, False)
-        all_same(got, forms.quantize_pair(reference.cast, x.cpu(), *how, False)[:4])
+        options = (E4M3, block, "fp32", 0.0, align)
+        q, scale, amax = reference.quantize(x.cpu(), *options)
+        assert_all_same(forms.quantize(ops.cast_op, x, *options), (q, scale, amax))
+        *got, _ = forms.quantize_pair(ops.cast_op, x, *options, False)
+        assert_all_same(got, forms.quantize_pair(reference.cast, x.cpu(), *options, False)[:4])
         for divide, factor in (
             (False, reference.factors_from_amax(amax, E4M3, "fp32")[1]),
             (False, 1 / scale),
             (True, scale),
         ):
             got = forms.encode(ops.cast_op, x, factor.cuda(), None, E4M3, block, align, divide)
-            same(got, forms.encode(ops.cast_op, x.cpu(), factor, None, E4M3, block, align, divide))
+            assert_same(
+                got, forms.encode(ops.cast_op, x.cpu(), factor, None, E4M3, block, align, divide)
+            )
 
 
-def test_near_ties() -> None:
+def test_near_ties_round_as_in_the_reference() -> None:
     x = near_ties(64)
-    wanted = by_multiplying(x)
-    for block in ((1, -1), (1, 256)):  # by a kernel, and by the reference on the GPU
+    expected_bytes = by_multiplying(x)
+    for block in ((1, -1), (1, 256)):  # a kernel, and the reference on the GPU
         q, scale, _ = forms.quantize(ops.cast_op, x.cuda(), E4M3, block, "fp32", 0.0, 1)
-        assert torch.equal(q.view(torch.uint8).cpu(), wanted)
+        assert torch.equal(q.view(torch.uint8).cpu(), expected_bytes)
         got = forms.encode(ops.cast_op, x.cuda(), scale, None, E4M3, block, 1, True)
-        same(got, forms.encode(ops.cast_op, x, scale.cpu(), None, E4M3, block, 1, True))
+        assert_same(got, forms.encode(ops.cast_op, x, scale.cpu(), None, E4M3, block, 1, True))
     _, _, q_t, _, _ = forms.quantize_pair(
         ops.cast_op, x.t().cuda(), E4M3, (1, -1), "fp32", 0.0, 16, False
     )
-    assert torch.equal(q_t.view(torch.uint8).cpu()[:64], wanted)
-    for row, bytes_of_row in zip(x[:, None], wanted, strict=True):
+    assert torch.equal(q_t.view(torch.uint8).cpu()[:64], expected_bytes)
+    for row, expected_row in zip(x[:, None], expected_bytes, strict=True):
         for align in (1, 16):
             q, _, _ = forms.quantize(ops.cast_op, row.cuda(), E4M3, (-1, -1), "fp32", 0.0, align)
-            assert torch.equal(q.view(torch.uint8).cpu()[0], bytes_of_row)
+            assert torch.equal(q.view(torch.uint8).cpu()[0], expected_row)
             q, *_ = forms.quantize_pair(
                 ops.cast_op, row.cuda(), E4M3, (-1, -1), "fp32", 0.0, align, False
             )
-            assert torch.equal(q.view(torch.uint8).cpu()[0], bytes_of_row)
-            source = ops.Prologue("relu", [row.cuda()], torch.float32)
-            for how in ((E4M3, (-1, -1)), (E4M3, (1, -1)), (E4M3, (1, 128))):
-                arguments = (*how, "fp32", 0.0, align)
-                q, _, _ = forms.quantize(ops.cast_op, source, *arguments)
+            assert torch.equal(q.view(torch.uint8).cpu()[0], expected_row)
+            prologue = ops.Prologue("relu", [row.cuda()], torch.float32)
+            for format_and_block in ((E4M3, (-1, -1)), (E4M3, (1, -1)), (E4M3, (1, 128))):
+                arguments = (*format_and_block, "fp32", 0.0, align)
+                q, _, _ = forms.quantize(ops.cast_op, prologue, *arguments)
                 want, _, _ = reference.quantize(row, *arguments)
-                same(q, want)
+                assert_same(q, want)
 
 
 @pytest.mark.parametrize("start", [None, ops.NO_DATA, 0.5, 1e6, torch.nan])
 @each_align
 @each_layout
 @each_shape
-def test_cast_and_its_amax(
+def test_cast_with_a_given_scale_and_its_amax_equal_the_reference(
     shape: tuple[int, int], layout: Any, align: int, start: float | None
 ) -> None:
     x = layout(matrix(shape, torch.bfloat16))
     scale = torch.tensor([0.73])
     for pair in (False, True):
-        wanted_slot = None if start is None else torch.tensor([start])
+        expected_slot = None if start is None else torch.tensor([start])
         slot = None if start is None else torch.tensor([start], device="cuda")
         if pair:
             *got, sums = forms.encode_pair(ops.cast_op, x, scale.cuda(), slot, E4M3, align, True)
-            want = forms.encode_pair(ops.cast_op, x.cpu(), scale, wanted_slot, E4M3, align, True)[
+            want = forms.encode_pair(ops.cast_op, x.cpu(), scale, expected_slot, E4M3, align, True)[
                 :2
             ]
-            all_same(got, want)
-            sums_close(sums, x)
+            assert_all_same(got, want)
+            assert_sums_close(sums, x)
         else:
             got = forms.encode(ops.cast_op, x, scale.cuda(), slot, E4M3, (-1, -1), align)
-            same(got, forms.encode(ops.cast_op, x.cpu(), scale, wanted_slot, E4M3, (-1, -1), align))
-        same(slot, wanted_slot)
+            assert_same(
+                got, forms.encode(ops.cast_op, x.cpu(), scale, expected_slot, E4M3, (-1, -1), align)
+            )
+        assert_same(slot, expected_slot)
 
 
 BLOCKS = [(1, -1), (1, 128), (128, 128), (1, 32), (1, 96), (5, -1), (-1, 1)]
@@ -353,42 +383,48 @@ each_block = pytest.mark.parametrize("block", BLOCKS, ids=lambda b: "x".join(map
 @each_align
 @each_layout
 @each_block
-def test_cast_by_block(block: tuple[int, int], layout: Any, align: int) -> None:
+def test_cast_with_given_block_scales_equals_the_reference(
+    block: tuple[int, int], layout: Any, align: int
+) -> None:
     x = layout(matrix((300, 520), torch.bfloat16))
     shape = tuple(reference.round_up(size, align) for size in x.shape)
     scale = torch.rand(scale_shape(shape, block)) + 0.1
-    for one in (scale, scale.t().contiguous().t()):
-        got = forms.encode(ops.cast_op, x, one.cuda(), None, E5M2, block, align)
-        same(got, forms.encode(ops.cast_op, x.cpu(), one, None, E5M2, block, align))
+    for scale_layout in (scale, scale.t().contiguous().t()):
+        got = forms.encode(ops.cast_op, x, scale_layout.cuda(), None, E5M2, block, align)
+        assert_same(got, forms.encode(ops.cast_op, x.cpu(), scale_layout, None, E5M2, block, align))
 
 
 @each_dtype
 @each_layout
 @pytest.mark.parametrize("block", [*BLOCKS, (-1, -1)], ids=lambda b: "x".join(map(str, b)))
-def test_dequantize(block: tuple[int, int], layout: Any, dtype: torch.dtype) -> None:
+def test_dequantize_equals_the_reference(
+    block: tuple[int, int], layout: Any, dtype: torch.dtype
+) -> None:
     for fp8_dtype in FP8_DTYPES:
         q = torch.arange(256, dtype=torch.uint8, device="cuda").repeat(300, 2)
         q = layout(q[:, :500]).view(fp8_dtype)
         scale = torch.randn(scale_shape(tuple(q.shape), block)).exp()
         got = ops.value_of_op("dequantize", (q, scale.cuda()), dtype, block)
-        same(got, reference.dequantize(q.cpu(), scale, block, dtype))
+        assert_same(got, reference.dequantize(q.cpu(), scale, block, dtype))
 
 
 @each_align
 @each_layout
 @each_shape
-def test_transpose(shape: tuple[int, int], layout: Any, align: int) -> None:
+def test_transpose_equals_the_reference(shape: tuple[int, int], layout: Any, align: int) -> None:
     q = layout(torch.randint(256, shape, dtype=torch.uint8, device="cuda"))
     for fp8_dtype in FP8_DTYPES:
         got = ops.transpose_op(q.view(fp8_dtype), align)
         want = reference.transpose(q.cpu().view(fp8_dtype), align)
-        same(got.view(torch.uint8), want.view(torch.uint8))
+        assert_same(got.view(torch.uint8), want.view(torch.uint8))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [(-1, -1), (1, -1), (1, 128)], ids=["tensor", "row", "1x128"])
-def test_more_than_2_to_the_31_elements(block: tuple[int, int]) -> None:
-    rows, columns = 41_088, 53_248  # 2.19e9 elements, 4 GiB of bfloat16; whole blocks
+def test_a_matrix_of_more_than_2_to_the_31_elements_equals_the_reference(
+    block: tuple[int, int],
+) -> None:
+    rows, columns = 41_088, 53_248  # 2.19e9 elements, 4 GiB of bfloat16; full blocks
     x = torch.randn((rows, columns), device="cuda", dtype=torch.bfloat16)
     x[-1, -1] = 100.0
     q, scale, q_t, scale_t, _ = forms.quantize_pair(
@@ -398,28 +434,32 @@ def test_more_than_2_to_the_31_elements(block: tuple[int, int]) -> None:
     assert torch.equal(q.view(torch.uint8), q_only.view(torch.uint8))
     assert torch.equal(scale, scale_only)
     assert amax.max() == 100
-    back = ops.value_of_op(
+    dequantized = ops.value_of_op(
         "dequantize", (q[-128:], scale if block[0] == -1 else scale[-128:]), x.dtype, block
     )
     for chunk in (slice(0, 128), slice(20_480, 20_608), slice(rows - 128, rows)):
-        of_chunk = scale if block[0] == -1 else scale[chunk]
+        chunk_scale = scale if block[0] == -1 else scale[chunk]
         amax_of_chunk = (amax if block[0] == -1 else amax[chunk]).cpu()
         encode = reference.factors_from_amax(amax_of_chunk, E4M3, "fp32")[1]
         want = forms.encode(ops.cast_op, x[chunk].cpu(), encode, None, E4M3, block, 1)
-        same(q[chunk], want)
+        assert_same(q[chunk], want)
         if block == (-1, -1):
-            same(q_t[:, chunk].t().contiguous(), want)
+            assert_same(q_t[:, chunk].t().contiguous(), want)
         if block == (1, 128):
             want_t, want_scale_t, _ = reference.quantize(
                 x[chunk].t().cpu(), E4M3, block, "fp32", 0.0, 1
             )
-            same(q_t[:, chunk].contiguous(), want_t)
-            same(scale_t[:, chunk.start // 128, None].contiguous(), want_scale_t.contiguous())
-    same(back, reference.dequantize(q[-128:].cpu(), of_chunk.cpu(), block, x.dtype))
+            assert_same(q_t[:, chunk].contiguous(), want_t)
+            assert_same(
+                scale_t[:, chunk.start // 128, None].contiguous(), want_scale_t.contiguous()
+            )
+    assert_same(
+        dequantized, reference.dequantize(q[-128:].cpu(), chunk_scale.cpu(), block, x.dtype)
+    )
     if block == (1, -1):
         columns_amax = x.abs().amax(0).float().cpu()
         want_scale_t, _ = reference.factors_from_amax(columns_amax, E4M3, "fp32")
-        same(scale_t[:, 0].contiguous(), want_scale_t)
+        assert_same(scale_t[:, 0].contiguous(), want_scale_t)
 
 
 GEMM_BLOCKS = {
@@ -449,7 +489,7 @@ GEMM_FORMATS = {"e4m3-e4m3": (E4M3, E4M3), "e5m2-e4m3": (E5M2, E4M3), "e5m2-e5m2
 @pytest.mark.parametrize("formats", GEMM_FORMATS.values(), ids=GEMM_FORMATS)
 @pytest.mark.parametrize("blocks", GEMM_BLOCKS.values(), ids=GEMM_BLOCKS)
 @pytest.mark.parametrize("shape", GEMM_SHAPES.values(), ids=GEMM_SHAPES)
-def test_scaled_mm(
+def test_scaled_mm_is_near_float64(
     shape: tuple[int, int, int], blocks: tuple[tuple[int, int], tuple[int, int]],
     formats: tuple[torch.dtype, torch.dtype], with_bias: bool, fast_accum: bool,
 ) -> None:  # fmt: skip
@@ -475,23 +515,24 @@ def test_scaled_mm(
         rounding = exact.abs().max() * torch.finfo(out_dtype).eps / 2
         budget = 2 * ((in_bf16 - exact).abs().max() + rounding)
         assert (got - exact).abs().max() <= budget
-        into = torch.zeros_like(got)
-        ops.scaled_mm_into(into, *operands, bias, fast_accum)
-        assert torch.equal(into, got)
+        out = torch.zeros_like(got)
+        ops.scaled_mm_into(out, *operands, bias, fast_accum)
+        assert torch.equal(out, got)
 
 
 OUR_SHAPES = [(16, 16, 16), (336, 208, 400), (640, 768, 1536), (3000, 4112, 272)]
-"""Parts of a tile, and more tiles than programs."""
+"""Partial tiles, and more tiles than programs."""
 
 
 @pytest.mark.parametrize("shape", OUR_SHAPES, ids=str)
 @pytest.mark.parametrize("b_block", [(1, 128), (128, 128)], ids=["1x128", "128x128"])
-def test_our_product_of_blocks_is_cublas_s(
+def test_the_kernel_for_block_scaled_gemms_equals_cublas(
     b_block: tuple[int, int], shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is what a CUDA has whose cuBLASLt has none. By 128x128 blocks every bit is the same.
+    """Our kernel serves CUDA versions whose cuBLASLt has no block-scaled GEMM.
 
-    By 1x128 blocks the order in which a partial sum is multiplied by two scales is not.
+    With 128x128 blocks every bit is equal. With 1x128 blocks the order differs in which a partial
+    sum is multiplied by two scales.
     """
     if torch.cuda.get_device_capability()[0] != 9 or gemm._cuda_version() < (12, 9):
         pytest.skip("cuBLASLt has no such product here")
@@ -507,23 +548,25 @@ def test_our_product_of_blocks_is_cublas_s(
     magnitude = magnitudes[0] @ magnitudes[1].t()
     for out_dtype in HIGH_PRECISION_DTYPES:
         for bias in (None, torch.randn(N, device="cuda")):
-            theirs = ops.scaled_mm_op(*operands, bias, out_dtype, False)
+            cublas_y = ops.scaled_mm_op(*operands, bias, out_dtype, False)
             with monkeypatch.context() as patch:
                 patch.setattr(gemm, "_cuda_version", lambda: (12, 8))
-                ours = ops.scaled_mm_op(*operands, bias, out_dtype, False)
+                kernel_y = ops.scaled_mm_op(*operands, bias, out_dtype, False)
             if b_block == (128, 128):
-                torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+                torch.testing.assert_close(kernel_y, cublas_y, rtol=0, atol=0)
             else:
-                # One unit in the last place of the product, another of its sum with the bias.
-                size = theirs.float().abs() + (0 if bias is None else bias.abs())
-                rounding = 2 * torch.finfo(out_dtype).eps * size
-                error = (ours.float() - theirs.float()).abs()
+                # One unit in the last place of the GEMM, and another of its sum with the bias.
+                magnitude_of_y = cublas_y.float().abs() + (0 if bias is None else bias.abs())
+                rounding = 2 * torch.finfo(out_dtype).eps * magnitude_of_y
+                error = (kernel_y.float() - cublas_y.float()).abs()
                 assert float((error - rounding - 2.0**-20 * magnitude).max()) <= 0
 
 
 @pytest.mark.parametrize("blocks", GEMM_BLOCKS.values(), ids=GEMM_BLOCKS)
-def test_scaled_bmm(blocks: tuple[tuple[int, int], tuple[int, int]]) -> None:
-    """Each matrix of the batch as ``scaled_mm`` has it, whatever the strides."""
+def test_scaled_mm_of_a_batch_equals_each_matrix(
+    blocks: tuple[tuple[int, int], tuple[int, int]],
+) -> None:
+    """Each matrix of the batch equals its ``scaled_mm``, whatever the strides."""
     for B, M, N, K in ((3, 37, 48, 144), (2, 128, 256, 512), (0, 4, 8, 16), (2, 3, 0, 16)):
         operands: list[Any] = []
         for rows, block in zip((M, N), blocks, strict=True):
@@ -540,39 +583,39 @@ def test_scaled_bmm(blocks: tuple[tuple[int, int], tuple[int, int]]) -> None:
         for out_dtype in HIGH_PRECISION_DTYPES:
             got = ops.scaled_mm_op(*operands, None, out_dtype, False)
             assert (got.dtype, got.shape) == (out_dtype, (B, M, N))
-            again = ops.scaled_mm_op(
+            by_column_y = ops.scaled_mm_op(
                 a, a_scale, a_block, by_column, b_scale, b_block, None, out_dtype, False
             )
-            torch.testing.assert_close(again, got, rtol=0, atol=0)
+            torch.testing.assert_close(by_column_y, got, rtol=0, atol=0)
             for y, left, s, right, t in zip(got, a, a_scale, b, b_scale, strict=True):
                 want = ops.scaled_mm_op(left, s, a_block, right, t, b_block, None, out_dtype, False)
                 torch.testing.assert_close(y, want, rtol=0, atol=0)
 
 
-def test_scaled_mm_of_views() -> None:
-    """Operands that are slices: misaligned, strided, scales of a transposed matrix."""
+def test_scaled_mm_of_views_equals_contiguous_operands() -> None:
+    """Operands may be unaligned or strided slices, and scales those of a transposed matrix."""
     x = torch.randn(64, 257, device="cuda")
     w = torch.randn(48, 257, device="cuda")
     for block in ((-1, -1), (1, -1), (1, 128)):
         q, scale, _ = forms.quantize(ops.cast_op, x[:, 1:], E4M3, block, "fp32", 0.0, 1)
         v, v_scale, _ = forms.quantize(ops.cast_op, w[:, 1:], E4M3, block, "fp32", 0.0, 1)
-        tight = ops.scaled_mm_op(q, scale, block, v, v_scale, block, None, torch.bfloat16, False)
-        loose = torch.zeros(64 * 256 + 1, dtype=torch.uint8, device="cuda")[1:].view(E4M3)
-        loose = loose.view(64, 256)
-        loose.copy_(q)
+        expected = ops.scaled_mm_op(q, scale, block, v, v_scale, block, None, torch.bfloat16, False)
+        unaligned = torch.zeros(64 * 256 + 1, dtype=torch.uint8, device="cuda")[1:].view(E4M3)
+        unaligned = unaligned.view(64, 256)
+        unaligned.copy_(q)
         strided = torch.zeros(48, 300, dtype=torch.uint8, device="cuda").view(E4M3)[:, 7:263]
         strided.copy_(v)
-        wide = scale.repeat(1, 2)[:, scale.shape[1] :]
+        strided_scale = scale.repeat(1, 2)[:, scale.shape[1] :]
         got = ops.scaled_mm_op(
-            loose, wide, block, strided, v_scale, block, None, torch.bfloat16, False
+            unaligned, strided_scale, block, strided, v_scale, block, None, torch.bfloat16, False
         )
-        torch.testing.assert_close(got, tight, rtol=0, atol=0)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
     ("a_block", "b_block"), [pair for name, pair in GEMM_BLOCKS.items() if "mx" not in name]
 )
-def test_may_multiply_is_true_of_what_hopper_multiplies(
+def test_may_multiply_knows_the_gemms_of_hopper(
     a_block: tuple[int, int], b_block: tuple[int, int]
 ) -> None:
     device = torch.device("cuda")
@@ -588,7 +631,7 @@ def test_may_multiply_is_true_of_what_hopper_multiplies(
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("margin", [0, 2, -1])
 @pytest.mark.parametrize("length", [1, 2, 16, 1000, 4096])
-def test_update_scales(
+def test_update_scales_equals_the_reference(
     length: int, margin: int, interval: int, most_recent: bool, power_of_2: bool
 ) -> None:
     amax = torch.cat((torch.tensor([ops.NO_DATA, 0.0, torch.inf, torch.nan, 1e-40]), torch.rand(9)))
@@ -601,7 +644,7 @@ def test_update_scales(
     for _ in range(3):
         got = ops.update_scales_op(*on_gpu, margin, interval, most_recent, power_of_2)
         want = reference.update_scales_(*state, margin, interval, most_recent, power_of_2)
-        all_same([*on_gpu, got], [*state, want])
+        assert_all_same([*on_gpu, got], [*state, want])
         state[1].uniform_()
         on_gpu[1].copy_(state[1])
 
@@ -610,36 +653,38 @@ def test_update_scales(
 @pytest.mark.parametrize(
     "sizes", [[300, 0, 1500, 130, 1400, 7], [256] * 6], ids=["jagged", "balanced"]
 )
-def test_groups_of_the_sum_are_products_alone(sizes: list[int], block: tuple[int, int]) -> None:
-    """More than four rounds of tiles of all multiprocessors, the largest group's first."""
+def test_contractions_of_groups_equal_separate_gemms(
+    sizes: list[int], block: tuple[int, int]
+) -> None:
+    """All multiprocessors have more than four rounds of tiles, the largest group's first."""
     columns = (2048 + 16, 1536)
     x, dy = (torch.randn(sum(sizes), n, device="cuda").bfloat16() for n in columns)
-    x *= torch.arange(1, len(x) + 1, device="cuda")[:, None]  # of another size in each group
+    x *= torch.arange(1, len(x) + 1, device="cuda")[:, None]  # each group has another magnitude
 
     def multiply(x: Tensor, dy: Tensor, sizes: list[int]) -> Tensor:
         offs = torch.tensor(sizes, device="cuda").cumsum(0).int()
-        how = (offs, E4M3, block, "fp32", 0.0, False, True, False)
-        turned = [cast_groups(ops.cast_op, "", [part], part.dtype, *how)[3:5] for part in (x, dy)]
+        options = (offs, E4M3, block, "fp32", 0.0, False, True, False)
+        casts = [cast_groups(ops.cast_op, "", [t], t.dtype, *options)[3:5] for t in (x, dy)]
         return grouped_mm(
-            ops.scaled_mm_op, *turned[0], block, *turned[1], block, None, offs, torch.float32, False
+            ops.scaled_mm_op, *casts[0], block, *casts[1], block, None, offs, torch.float32, False
         )
 
     product = multiply(x, dy, sizes)
-    for group, (one, other) in enumerate(zip(x.split(sizes), dy.split(sizes), strict=True)):
-        assert torch.equal(product[group], multiply(one, other, [len(one)])[0]), group
+    for group, (x_group, dy_group) in enumerate(zip(x.split(sizes), dy.split(sizes), strict=True)):
+        assert torch.equal(product[group], multiply(x_group, dy_group, [len(x_group)])[0]), group
 
 
 JAGGED = [300, 0, 1500, 130, 0, 0, 1400, 7, 1, 2600, 0]
-"""Rows of groups with more tiles, of 2064 columns, than programs find amaxes."""
+"""The rows of groups; with 2064 columns they have more tiles than programs compute amaxes."""
 
 
 @pytest.mark.parametrize("kind", ["", "swiglu", "swiglu_backward", "permute"])
-def test_each_group_of_rows_has_a_scale(kind: str) -> None:
-    """Under one scale per tensor: the bytes of its rows alone, found or given; rows of nobody."""
+def test_each_group_of_rows_has_a_separate_scale(kind: str) -> None:
+    """With a scale for each group, the bytes equal those of separate casts; padding rows follow."""
     M, K, E = sum(JAGGED) + 200, 2064, len(JAGGED)
     offs = torch.tensor(JAGGED, device="cuda").cumsum(0).int()
-    size = 10.0 ** torch.randint(-4, 4, (M, 1), device="cuda")
-    x = (torch.randn(M, 2 * K if "swiglu" in kind else K, device="cuda") * size).bfloat16()
+    magnitude = 10.0 ** torch.randint(-4, 4, (M, 1), device="cuda")
+    x = (torch.randn(M, 2 * K if "swiglu" in kind else K, device="cuda") * magnitude).bfloat16()
     inputs = [x]
     if kind == "swiglu_backward":
         inputs.append(torch.randn(M, K, device="cuda").bfloat16())
@@ -651,29 +696,33 @@ def test_each_group_of_rows_has_a_scale(kind: str) -> None:
     if not kind:
         x[sum(JAGGED) :] = torch.nan
     for rule, plan in (("fp32", None), ("pow2", ops.plan_groups_op(offs, M))):
-        how = (x.dtype, offs, E4M3, (-1, -1), rule, 0.0)
-        got = cast_groups(ops.cast_op, kind, inputs, *how, True, True, False, None, None, plan)
+        options = (x.dtype, offs, E4M3, (-1, -1), rule, 0.0)
+        got = cast_groups(ops.cast_op, kind, inputs, *options, True, True, False, None, None, plan)
         want = cast_groups(
-            ops.cast_op, "", [value.cpu()], x.dtype, offs.cpu(), *how[2:], True, True, False
+            ops.cast_op, "", [value.cpu()], x.dtype, offs.cpu(), *options[2:], True, True, False
         )
         used = sum(-(-rows // 128) * 128 for rows in JAGGED)
-        all_same([*got[:3], got[3][:, :used], got[4]], [*want[:3], want[3][:, :used], want[4]])
+        assert_all_same(
+            [*got[:3], got[3][:, :used], got[4]], [*want[:3], want[3][:, :used], want[4]]
+        )
         (amax,) = [
-            t for t in cast_groups(ops.cast_op, kind, inputs, *how, False, False) if t is not None
+            t
+            for t in cast_groups(ops.cast_op, kind, inputs, *options, False, False)
+            if t is not None
         ]
-        all_same([amax], [want[2]])
+        assert_all_same([amax], [want[2]])
     factors = torch.rand(E, 8, device="cuda")[:, 0]
     slots = [torch.full((E,), ops.NO_DATA, device=device) for device in ("cuda", "cpu")]
-    how = (E5M2, (-1, -1), "encode", 0.0, True, True, False)
-    got = cast_groups(ops.cast_op, kind, inputs, x.dtype, offs, *how, factors, slots[0])
+    options = (E5M2, (-1, -1), "encode", 0.0, True, True, False)
+    got = cast_groups(ops.cast_op, kind, inputs, x.dtype, offs, *options, factors, slots[0])
     want = cast_groups(
-        ops.cast_op, "", [value.cpu()], x.dtype, offs.cpu(), *how, factors.cpu(), slots[1]
+        ops.cast_op, "", [value.cpu()], x.dtype, offs.cpu(), *options, factors.cpu(), slots[1]
     )
-    all_same([got[0], got[3][:, :used], slots[0]], [want[0], want[3][:, :used], slots[1]])
+    assert_all_same([got[0], got[3][:, :used], slots[0]], [want[0], want[3][:, :used], slots[1]])
 
 
-def test_rows_of_groups_are_products_alone() -> None:
-    """Under one scale per tensor: each group by its matrix, whatever is beside it."""
+def test_gemms_of_groups_equal_separate_gemms() -> None:
+    """With per-tensor scales, each group's GEMM does not depend on the other groups."""
     M, E, block = sum(JAGGED) + 200, len(JAGGED), (-1, -1)
     offs = torch.tensor(JAGGED, device="cuda").cumsum(0).int()
     x = (
@@ -694,5 +743,7 @@ def test_rows_of_groups_are_products_alone() -> None:
             end = sum(JAGGED[: group + 1])
             rows = x[end - len(part) : end]
             ends = torch.tensor([len(part)], device="cuda", dtype=torch.int32)
-            one = multiply(rows, w[group : group + 1], bias[group : group + 1], ends, fast=fast)
-            assert torch.equal(part, one), group
+            expected = multiply(
+                rows, w[group : group + 1], bias[group : group + 1], ends, fast=fast
+            )
+            assert torch.equal(part, expected), group

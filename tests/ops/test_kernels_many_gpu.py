@@ -1,4 +1,4 @@
-"""Quantizing many matrices at once on the GPU: the bits of each alone, and few launches."""
+"""Quantizing many matrices at once on a GPU: the bits of separate casts, and few launches."""
 
 from collections.abc import Sequence
 
@@ -44,15 +44,17 @@ def _no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many, "_OF_GRAPHS", {})
 
 
-def alone(xs: Sequence[Tensor], fp8_dtype: torch.dtype, recipe: Recipe) -> list[Stored]:
+def quantize_separately(
+    xs: Sequence[Tensor], fp8_dtype: torch.dtype, recipe: Recipe
+) -> list[Stored]:
     return [forms.quantize(ops.cast_op, x, fp8_dtype, *recipe, 1) for x in xs]
 
 
-def blank(like: Sequence[Stored]) -> list[Stored]:
-    """Tensors of the same strides that hold something else."""
+def blank(templates: Sequence[Stored]) -> list[Stored]:
+    """Tensors of the same strides that hold other values."""
     return [
         tuple(torch.empty_like(t).copy_(torch.full(t.shape, 0.0625)) for t in tensors)
-        for tensors in like
+        for tensors in templates
     ]
 
 
@@ -61,34 +63,36 @@ def quantize_many_(xs: Sequence[Tensor], stored: Sequence[Stored], recipe: Recip
     ops.cast_many_op(list(xs), q, *recipe, scale, amax, [])
 
 
-def all_same(got: Sequence[Stored], want: Sequence[Stored]) -> None:
-    for (q, *factors), (q_wanted, *factors_wanted) in zip(got, want, strict=True):
-        assert torch.equal(q.view(torch.uint8), q_wanted.view(torch.uint8))
-        for one, other in zip(factors, factors_wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+def assert_all_same(got: Sequence[Stored], want: Sequence[Stored]) -> None:
+    for (q, *factors), (expected_q, *expected_factors) in zip(got, want, strict=True):
+        assert torch.equal(q.view(torch.uint8), expected_q.view(torch.uint8))
+        for actual, expected in zip(factors, expected_factors, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @each_recipe
 @each_fp8_dtype
 @each_dtype
-def test_each_matrix_as_alone(dtype: torch.dtype, fp8_dtype: torch.dtype, recipe: Recipe) -> None:
+def test_each_matrix_has_the_bits_of_a_separate_cast(
+    dtype: torch.dtype, fp8_dtype: torch.dtype, recipe: Recipe
+) -> None:
     xs = [matrix(shape, dtype) for shape in SHAPES]
     xs += [matrix((130, 96), dtype).t(), matrix((70, 256), dtype)[:, 48:176]]
-    want = alone(xs, fp8_dtype, recipe)
+    want = quantize_separately(xs, fp8_dtype, recipe)
     got = blank(want)
     for _ in range(2):  # a new table, and the one that is kept
         quantize_many_(xs, got, recipe)
-        all_same(got, want)
+        assert_all_same(got, want)
         for x in xs:
             x.mul_(-1.7)
-        want = alone(xs, fp8_dtype, recipe)
+        want = quantize_separately(xs, fp8_dtype, recipe)
 
 
 @each_fused
-def test_targets_of_other_layouts(recipe: Recipe) -> None:
-    """Data between other data, off the alignment; scales by row where they were by column."""
+def test_outputs_may_have_other_layouts_and_alignments(recipe: Recipe) -> None:
+    """FP8 data unaligned within a larger buffer, and scales in row order, not in column order."""
     xs = [matrix(shape, torch.float32) for shape in ((64, 256), (48, 272), (130, 144), (64, 256))]
-    want = alone(xs, E4M3, recipe)
+    want = quantize_separately(xs, E4M3, recipe)
     got = blank(want)
     pool = torch.full((64 * 256 + 33,), 0.25, device="cuda").to(E4M3)
     got[0] = (pool[3 : 3 + 64 * 256].view(64, 256), *got[0][1:])
@@ -96,12 +100,12 @@ def test_targets_of_other_layouts(recipe: Recipe) -> None:
     got[2] = (got[2][0].t().contiguous().t(), *got[2][1:])
     got[3] = (*got[3][:2], got[3][2].contiguous())
     quantize_many_(xs, got, recipe)
-    all_same(got, want)
+    assert_all_same(got, want)
     assert bool((pool[:3].float() == 0.25).all() and (pool[3 + 64 * 256 :].float() == 0.25).all())
 
 
 @each_fused
-def test_special_values(recipe: Recipe) -> None:
+def test_special_values_have_the_bits_of_separate_casts(recipe: Recipe) -> None:
     values = [
         [0.0, -0.0, 0.0, 0.0], [torch.inf, -torch.inf, 1.0, 500.0],
         [torch.nan, -torch.nan, 1.0, 0.0], [2.0**-149, -(2.0**-140), 0.0, 2.0**-127],
@@ -110,77 +114,79 @@ def test_special_values(recipe: Recipe) -> None:
     ]  # fmt: skip
     xs = [torch.tensor(row, device="cuda").repeat(3, 40) for row in values]
     for fp8_dtype in FP8_DTYPES:
-        want = alone(xs, fp8_dtype, recipe)
+        want = quantize_separately(xs, fp8_dtype, recipe)
         got = blank(want)
         quantize_many_(xs, got, recipe)
-        all_same(got, want)
+        assert_all_same(got, want)
 
 
 @each_fused
-def test_many_matrices(recipe: Recipe) -> None:
+def test_700_matrices_have_the_bits_of_separate_casts(recipe: Recipe) -> None:
     xs = [matrix((1 + i % 70, 16 + 16 * (i % 37)), torch.bfloat16) for i in range(700)]
-    want = alone(xs, E5M2, recipe)
+    want = quantize_separately(xs, E5M2, recipe)
     got = blank(want)
     quantize_many_(xs, got, recipe)
-    all_same(got, want)
+    assert_all_same(got, want)
 
 
-def test_matrices_of_several_dtypes() -> None:
+def test_matrices_of_several_dtypes_have_the_bits_of_separate_casts() -> None:
     xs = [matrix((64, 128), dtype) for dtype in HIGH_PRECISION_DTYPES]
     for recipe in FUSED.values():
-        want = [*alone(xs, E4M3, recipe), *alone(xs, E5M2, recipe)]
+        want = [*quantize_separately(xs, E4M3, recipe), *quantize_separately(xs, E5M2, recipe)]
         got = blank(want)
         quantize_many_(xs * 2, got, recipe)
-        all_same(got, want)
+        assert_all_same(got, want)
 
 
-@pytest.mark.filterwarnings("ignore")  # the profiler's own, which differ between versions
+@pytest.mark.filterwarnings("ignore")  # warnings of the profiler, which differ between versions
 @each_fused
-def test_launches_do_not_grow_with_the_number_of_matrices(recipe: Recipe) -> None:
+def test_number_of_launches_is_independent_of_the_number_of_matrices(recipe: Recipe) -> None:
     counts = []
-    for number in (2, 300):
-        xs = [matrix((40, 64 + 16 * (i % 5)), torch.float32) for i in range(number)]
-        stored = blank(alone(xs, E4M3, recipe))
+    for count in (2, 300):
+        xs = [matrix((40, 64 + 16 * (i % 5)), torch.float32) for i in range(count)]
+        stored = blank(quantize_separately(xs, E4M3, recipe))
         quantize_many_(xs, stored, recipe)
         counts.append(launched(lambda xs=xs, stored=stored: quantize_many_(xs, stored, recipe)))
-    few, many_more = counts
-    assert few == many_more
-    ours = [name for name in few if name.endswith("_kernel")]
-    assert len(ours) == (2 if recipe[0] == (-1, -1) else 1)  # per tensor: the amaxes, the casts
-    assert len(few) <= len(ours) + 2  # and their zeros, with what a profile may add to those
+    few_launches, many_launches = counts
+    assert few_launches == many_launches
+    our_kernels = [name for name in few_launches if name.endswith("_kernel")]
+    # Per-tensor recipes have one launch for amaxes and one for casts.
+    assert len(our_kernels) == (2 if recipe[0] == (-1, -1) else 1)
+    # Two more launches may set zeros, or come from the profiler.
+    assert len(few_launches) <= len(our_kernels) + 2
 
 
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
 @each_fused
-def test_in_a_cuda_graph(recipe: Recipe, warm: bool) -> None:
+def test_a_cuda_graph_replays_the_casts(recipe: Recipe, warm: bool) -> None:
     xs = [matrix(shape, torch.float32) for shape in SHAPES]
-    want = alone(xs, E4M3, recipe)  # also compiles and loads what the fallback needs
-    got, other = blank(want), blank(want)
-    quantize_many_(xs, other, recipe)  # compiles and loads the kernels
+    want = quantize_separately(xs, E4M3, recipe)  # also compiles the kernels of the fallback
+    got, warmup_outputs = blank(want), blank(want)
+    quantize_many_(xs, warmup_outputs, recipe)  # compiles and loads the kernels
     if warm:
         quantize_many_(xs, got, recipe)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         quantize_many_(xs, got, recipe)
     assert bool(many._OF_GRAPHS) == warm
-    for turn in range(3):
+    for replay in range(3):
         for x in xs:
             x.normal_()
-        want = alone(xs, E4M3, recipe)
+        want = quantize_separately(xs, E4M3, recipe)
         graph.replay()
-        all_same(got, want)
-        if turn == 0:  # the graph's tables stay, whatever comes after them
+        assert_all_same(got, want)
+        if replay == 0:  # the graph's tables stay, even if other tables follow
             for _ in range(many._MOST_TABLES + 1):
                 y = [matrix((17, 64), torch.float32)]
-                quantize_many_(y, blank(alone(y, E4M3, recipe)), recipe)
+                quantize_many_(y, blank(quantize_separately(y, E4M3, recipe)), recipe)
             torch.cuda.empty_cache()
 
 
 @each_fused
-def test_tables_on_several_streams(recipe: Recipe) -> None:
+def test_tables_serve_several_streams(recipe: Recipe) -> None:
     xs = [matrix(shape, torch.float32) for shape in SHAPES]
-    want = alone(xs, E4M3, recipe)
+    want = quantize_separately(xs, E4M3, recipe)
     got = blank(want)
     for stream in (torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.current_stream()):
         for tensors in got:
@@ -189,7 +195,7 @@ def test_tables_on_several_streams(recipe: Recipe) -> None:
         with torch.cuda.stream(stream):
             quantize_many_(xs, got, recipe)
         torch.cuda.current_stream().wait_stream(stream)
-        all_same(got, want)
+        assert_all_same(got, want)
 
 
 CAST_BLOCKS = [(-1, -1), (1, -1), (1, 128), (128, 128), (4, 128), (5, -1)]
@@ -198,7 +204,9 @@ CAST_BLOCKS = [(-1, -1), (1, -1), (1, 128), (128, 128), (4, 128), (5, -1)]
 @pytest.mark.parametrize("block", CAST_BLOCKS, ids=lambda b: "x".join(map(str, b)))
 @each_fp8_dtype
 @each_dtype
-def test_cast(dtype: torch.dtype, fp8_dtype: torch.dtype, block: tuple[int, int]) -> None:
+def test_casts_with_given_factors_have_the_bits_of_separate_casts(
+    dtype: torch.dtype, fp8_dtype: torch.dtype, block: tuple[int, int]
+) -> None:
     xs = [matrix(shape, dtype) for shape in SHAPES] + [matrix((130, 96), dtype).t()]
     encodes = [torch.rand(scale_shape(tuple(x.shape), block), device="cuda") + 0.1 for x in xs]
     encodes[3] = encodes[3].t().contiguous().t()
@@ -208,27 +216,31 @@ def test_cast(dtype: torch.dtype, fp8_dtype: torch.dtype, block: tuple[int, int]
     ]
     got = blank(want)
     ops.cast_many_op(xs, [q for (q,) in got], block, "encode", 0.0, [], [], encodes)
-    all_same(got, want)
+    assert_all_same(got, want)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [(-1, -1), (1, -1), (1, 128)], ids=["tensor", "row", "1x128"])
-def test_more_than_2_to_the_31_elements(block: tuple[int, int]) -> None:
+def test_a_matrix_of_more_than_2_to_the_31_elements_has_the_bits_of_a_separate_cast(
+    block: tuple[int, int],
+) -> None:
     recipe = (block, "fp32", 0.0)
     large = torch.randn((41_088, 53_248), device="cuda", dtype=torch.bfloat16)
     large[-1, -1] = 100.0
     xs = [matrix((40, 64), torch.bfloat16), large, matrix((33, 272), torch.bfloat16)]
-    want = alone(xs, E4M3, recipe)
+    want = quantize_separately(xs, E4M3, recipe)
     got = [tuple(torch.zeros_like(t) for t in tensors) for tensors in want]
     quantize_many_(xs, got, recipe)
-    all_same(got, want)
+    assert_all_same(got, want)
 
 
 @pytest.mark.multi_gpu
-def test_on_a_gpu_that_is_not_current() -> None:
+def test_matrices_on_a_gpu_that_is_not_current() -> None:
     for recipe in FUSED.values():
         xs = [matrix((40, 64), torch.float32), matrix((9, 33), torch.float32)]
-        want = alone(xs, E4M3, recipe)
-        there = [tuple(t.to("cuda:1") for t in tensors) for tensors in blank(want)]
-        quantize_many_([x.to("cuda:1") for x in xs], there, recipe)
-        all_same([tuple(t.to("cuda:0") for t in tensors) for tensors in there], want)
+        want = quantize_separately(xs, E4M3, recipe)
+        other_gpu_outputs = [tuple(t.to("cuda:1") for t in tensors) for tensors in blank(want)]
+        quantize_many_([x.to("cuda:1") for x in xs], other_gpu_outputs, recipe)
+        assert_all_same(
+            [tuple(t.to("cuda:0") for t in tensors) for tensors in other_gpu_outputs], want
+        )

@@ -1,6 +1,6 @@
-"""Which launches go past Triton, with what, and that it is the kernel that Triton would choose.
+"""Launches that bypass Triton: which ones do, their arguments, and that Triton's kernel is chosen.
 
-Triton binds and specializes as it does on a GPU; what it would compile and run is a stub.
+Triton binds and specializes as on a GPU; stubs replace compilation and launch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from float8lab.ops.kernels import _launch
 from float8lab.ops.kernels._launch import Launched, launched
 
 STREAM = 7
-"""Of device 0; that of device 1 is one more."""
+"""The stream of device 0; the stream of device 1 is one more."""
 
 
 def _some_kernel(
@@ -35,7 +35,7 @@ def _some_kernel(
 
 
 class Compiled:
-    """A compiled kernel that notes its launches, and what Triton distinguished it by."""
+    """A compiled kernel that records its launches with the key that Triton gave it."""
 
     function = "handle"
     packed_metadata = (4, 1, 0)
@@ -52,7 +52,7 @@ class Compiled:
 
 
 class Host:
-    """What there would be on a machine with GPUs."""
+    """A fake driver of a machine with GPUs."""
 
     def __init__(self) -> None:
         self.device = 0
@@ -69,7 +69,7 @@ class Host:
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
-    def went_past_triton(self, call: Callable[[], Any]) -> bool:
+    def bypasses_triton(self, call: Callable[[], Any]) -> bool:
         before, runs = self.through_triton, len(self.runs)
         call()
         assert len(self.runs) == runs + 1
@@ -120,23 +120,23 @@ def call(kernel: Launched, grid: tuple[int, ...] = (3,), **changed: Any) -> Call
     return lambda: kernel[grid](*args, **constants)
 
 
-def test_a_second_launch_goes_past_triton(host, kernel):
-    assert not host.went_past_triton(call(kernel))
-    assert host.went_past_triton(call(kernel))
-    (first, by_triton), (second, past_triton) = host.runs
+def test_a_second_launch_bypasses_triton(host, kernel):
+    assert not host.bypasses_triton(call(kernel))
+    assert host.bypasses_triton(call(kernel))
+    (first, triton_args), (second, bypass_args) = host.runs
     assert first == second
     hooks = slice(6, 9)
-    assert past_triton[hooks] == (None, None, None)
-    for one, other in zip(
-        by_triton[: hooks.start] + by_triton[hooks.stop :],
-        past_triton[: hooks.start] + past_triton[hooks.stop :],
+    assert bypass_args[hooks] == (None, None, None)
+    for triton_arg, bypass_arg in zip(
+        triton_args[: hooks.start] + triton_args[hooks.stop :],
+        bypass_args[: hooks.start] + bypass_args[hooks.stop :],
         strict=True,
     ):
-        assert one is other or one == other
+        assert triton_arg is bypass_arg or triton_arg == bypass_arg
 
 
 @pytest.mark.parametrize("grid", [(5,), (5, 6), (5, 6, 7)], ids=len)
-def test_arguments_are_in_the_order_of_the_signature(host, kernel, grid):
+def test_kernel_arguments_are_in_the_order_of_the_signature(host, kernel, grid):
     args, _ = arguments()
     for _ in range(2):
         kernel[grid](*args, num_warps=4, KIND="row", BLOCK=128)
@@ -148,7 +148,7 @@ def test_arguments_are_in_the_order_of_the_signature(host, kernel, grid):
     assert (size, factor, flag, nothing, block, kind) == (48, 0.5, True, None, 128, "row")
 
 
-def test_run_time_arguments_are_those_of_the_call(host, kernel):
+def test_run_time_arguments_come_from_the_current_call(host, kernel):
     other = torch.ones(64)
     for args in ({}, {"x": other, "factor": 2.0, "flag": False}):
         call(kernel, **args)()
@@ -158,11 +158,11 @@ def test_run_time_arguments_are_those_of_the_call(host, kernel):
     assert (factor, flag) == (2.0, False)
 
 
-def described(x: torch.Tensor, rows: int) -> TensorDescriptor:
+def descriptor_of(x: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, [rows, 64])
 
 
-DIFFERENT = {
+NEEDS_OTHER_KERNEL = {
     "dtype": {"x": x.int()},
     "alignment": {"y": torch.zeros(64, dtype=torch.bfloat16)[1:]},
     "no-tensor": {"y": None},
@@ -179,69 +179,69 @@ DIFFERENT = {
     "constant-bool": {"BLOCK": False},
     "constant-name": {"KIND": "tensor"},
     "constant-dtype": {"KIND": tl.float32},
-    "descriptor": {"y": described(torch.zeros(64, 64), 16)},
-    "descriptor-rows": {"y": described(torch.zeros(64, 64), 32)},
-    "descriptor-dtype": {"y": described(torch.zeros(64, 64, dtype=torch.bfloat16), 16)},
+    "descriptor": {"y": descriptor_of(torch.zeros(64, 64), 16)},
+    "descriptor-rows": {"y": descriptor_of(torch.zeros(64, 64), 32)},
+    "descriptor-dtype": {"y": descriptor_of(torch.zeros(64, 64, dtype=torch.bfloat16), 16)},
     "option": {"num_warps": 8},
     "other-option": {"num_stages": 4},
 }
-"""Changes of one argument for which Triton has another kernel."""
-ALIKE = {
+"""Changes of one argument for which Triton compiles another kernel."""
+NEEDS_SAME_KERNEL = {
     "other-tensor": {"x": torch.zeros(3)}, "parameter": {"x": torch.nn.Parameter(torch.zeros(8))},
     "empty": {"x": torch.zeros(0)}, "factor": {"factor": -1.0}, "flag": {"flag": False},
 }  # fmt: skip
-"""Changes that need neither another kernel nor another launch through Triton."""
+"""Changes that need no other kernel and no launch through Triton."""
 
 
-@pytest.mark.parametrize("changed", DIFFERENT.values(), ids=DIFFERENT)
-def test_what_makes_a_difference_to_triton_does_here(host, kernel, changed):
+@pytest.mark.parametrize("changed", NEEDS_OTHER_KERNEL.values(), ids=NEEDS_OTHER_KERNEL)
+def test_a_change_that_needs_another_kernel_gets_one(host, kernel, changed):
     for _ in range(2):
         call(kernel)()
         call(kernel, **changed)()
     assert host.through_triton == 2
-    one, other, one_again, other_again = (key for key, _ in host.runs)
-    assert one != other
-    assert (one, other) == (one_again, other_again)
+    first_key, other_key, first_again, other_again = (key for key, _ in host.runs)
+    assert first_key != other_key
+    assert (first_key, other_key) == (first_again, other_again)
 
 
-@pytest.mark.parametrize("changed", ALIKE.values(), ids=ALIKE)
-def test_what_makes_none_does_not_here(host, kernel, changed):
+@pytest.mark.parametrize("changed", NEEDS_SAME_KERNEL.values(), ids=NEEDS_SAME_KERNEL)
+def test_a_change_that_needs_no_other_kernel_bypasses_triton(host, kernel, changed):
     call(kernel)()
-    assert host.went_past_triton(call(kernel, **changed))
+    assert host.bypasses_triton(call(kernel, **changed))
     kernel.function[(3,)](*arguments(**changed)[0], **arguments()[1])
     assert len({key for key, _ in host.runs}) == 1
 
 
-def test_it_is_the_kernel_that_triton_would_choose(host, kernel):
-    """Of all pairs of the changes above, in turn, so that a wrong one could be found."""
-    changes = [*DIFFERENT.values(), *ALIKE.values()]
-    pairs = [one | other for one in changes for other in changes]
+def test_the_launched_kernel_is_the_one_that_triton_would_choose(host, kernel):
+    """All pairs of the changes above run in turn, so a launch could find a wrong kernel."""
+    changes = [*NEEDS_OTHER_KERNEL.values(), *NEEDS_SAME_KERNEL.values()]
+    pairs = [change | other_change for change in changes for other_change in changes]
     for changed in pairs:
         call(kernel, **changed)()
     for changed in pairs:
         args, constants = arguments(**changed)
-        assert host.went_past_triton(call(kernel, **changed))
+        assert host.bypasses_triton(call(kernel, **changed))
         kernel.function[(3,)](*args, **constants)
-        (chosen, _), (wanted, _) = host.runs[-2:]
-        assert chosen == wanted
+        (chosen, _), (expected, _) = host.runs[-2:]
+        assert chosen == expected
 
 
 def test_descriptors_of_other_sizes_need_no_other_kernel(host, kernel):
-    call(kernel, y=described(torch.zeros(64, 64), 16))()
+    call(kernel, y=descriptor_of(torch.zeros(64, 64), 16))()
     for x in (torch.zeros(5, 64), torch.zeros(64, 256)[:, :128]):
-        assert host.went_past_triton(call(kernel, y=described(x, 16)))
-        kernel.function[(3,)](*arguments(y=described(x, 16))[0], **arguments()[1])
+        assert host.bypasses_triton(call(kernel, y=descriptor_of(x, 16)))
+        kernel.function[(3,)](*arguments(y=descriptor_of(x, 16))[0], **arguments()[1])
     assert len({key for key, _ in host.runs}) == 1
 
 
-def test_devices_and_streams(host, kernel):
+def test_each_device_has_its_own_kernels_and_stream(host, kernel):
     call(kernel)()
     host.device = 1
-    assert not host.went_past_triton(call(kernel))
-    assert host.went_past_triton(call(kernel))
+    assert not host.bypasses_triton(call(kernel))
+    assert host.bypasses_triton(call(kernel))
     assert host.runs[-1][1][3] == STREAM + 1
     host.device = 0
-    assert host.went_past_triton(call(kernel))
+    assert host.bypasses_triton(call(kernel))
     assert host.runs[-1][1][3] == STREAM
 
 
@@ -258,29 +258,29 @@ def _set(hook: Callable[..., None]) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("install", [_add_to_chain, _set])
-def test_launch_hooks(host, kernel, install):
+def test_launch_hooks_send_launches_through_triton(host, kernel, install):
     call(kernel)()
     remove = install(lambda metadata: None)
     try:
-        assert not host.went_past_triton(call(kernel))
+        assert not host.bypasses_triton(call(kernel))
     finally:
         remove()
-    assert host.went_past_triton(call(kernel))
+    assert host.bypasses_triton(call(kernel))
 
 
-def test_hooks_set_to_none(host, kernel, monkeypatch):
+def test_hooks_set_to_none_let_launches_bypass_triton(host, kernel, monkeypatch):
     call(kernel)()
     for name in ("launch_enter_hook", "launch_exit_hook"):
         monkeypatch.setattr(triton.knobs.runtime, name, None)
-    assert host.went_past_triton(call(kernel))
+    assert host.bypasses_triton(call(kernel))
 
 
-def test_pre_run_hooks(host, kernel):
+def test_pre_run_hooks_send_launches_through_triton(host, kernel):
     call(kernel)()
-    seen: list[Any] = []
-    kernel.function.add_pre_run_hook(lambda *args, **kwargs: seen.append(args[2]))
-    assert not host.went_past_triton(call(kernel))
-    assert seen == [48]
+    sizes: list[Any] = []
+    kernel.function.add_pre_run_hook(lambda *args, **kwargs: sizes.append(args[2]))
+    assert not host.bypasses_triton(call(kernel))
+    assert sizes == [48]
 
 
 def _by_name(kernel: Launched) -> None:
@@ -295,24 +295,26 @@ def _tuple(kernel: Launched) -> None:
     call(kernel, nothing=(1, 2))()
 
 
-OTHER = [_by_name, _constant_by_position, _tuple]
+CALLS_THROUGH_TRITON = [_by_name, _constant_by_position, _tuple]
 
 
-@pytest.mark.parametrize("other", OTHER, ids=[function.__name__ for function in OTHER])
-def test_other_calls_go_through_triton(host, kernel, other):
+@pytest.mark.parametrize(
+    "launch", CALLS_THROUGH_TRITON, ids=[function.__name__ for function in CALLS_THROUGH_TRITON]
+)
+def test_unusual_calls_go_through_triton(host, kernel, launch):
     for _ in range(2):
         call(kernel)()
-        assert not host.went_past_triton(lambda: other(kernel))
+        assert not host.bypasses_triton(lambda: launch(kernel))
     assert host.through_triton == 3
 
 
-def test_other_gpus_go_through_triton(host, kernel):
+def test_launches_of_other_backends_go_through_triton(host, kernel):
     host.backend = "hip"
     for _ in range(3):
-        assert not host.went_past_triton(call(kernel))
+        assert not host.bypasses_triton(call(kernel))
 
 
-def test_a_compilation_that_a_hook_prevented(host, kernel, monkeypatch):
+def test_a_compilation_that_a_hook_prevented_launches_nothing(host, kernel, monkeypatch):
     monkeypatch.setattr(JITFunction, "_do_compile", lambda *args, **kwargs: None)
     for _ in range(2):
         call(kernel)()
@@ -320,15 +322,15 @@ def test_a_compilation_that_a_hook_prevented(host, kernel, monkeypatch):
     assert host.through_triton == 2
 
 
-def test_the_number_of_kernels_is_bounded(host, kernel, monkeypatch):
+def test_the_number_of_kept_kernels_is_bounded(host, kernel, monkeypatch):
     monkeypatch.setattr(_launch, "_MOST_KERNELS", 4)
     for size in range(2, 30):
         call(kernel, size=size)()
         assert len(kernel._compiled) <= 4
-        assert host.went_past_triton(call(kernel, size=size))
+        assert host.bypasses_triton(call(kernel, size=size))
 
 
-def test_options_of_jit(host):
+def test_do_not_specialize_options_reduce_the_number_of_kernels(host):
     def sizes(kernel: Launched) -> set[str]:
         start = len(host.runs)
         for size in (1, 48, 49):
@@ -341,6 +343,6 @@ def test_options_of_jit(host):
     assert len(sizes(launched(do_not_specialize_on_alignment=["x_ptr"])(_some_kernel))) == 3
 
 
-def test_the_interpreter_is_left_alone(monkeypatch):
+def test_interpreted_kernels_are_returned_unchanged(monkeypatch):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     assert isinstance(launched(_some_kernel), InterpretedFunction)

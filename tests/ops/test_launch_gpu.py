@@ -1,4 +1,4 @@
-"""Launches past Triton, and repeated calls, on the GPU: the bits of launches through Triton."""
+"""On a GPU, launches that bypass Triton and repeated calls equal launches through Triton."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -74,7 +74,7 @@ def _scale(x: Tensor) -> Tensor:
 
 
 def matrix(shape: tuple[int, int], dtype: torch.dtype, offset: int, device: str) -> Tensor:
-    """At an address that is a multiple of 16, or ``offset`` elements behind one."""
+    """A matrix at an address ``offset`` elements after a multiple of 16."""
     rows, columns = shape
     storage = torch.randn(rows * columns + offset, device=device).to(dtype)
     return storage[offset:].view(shape)
@@ -89,25 +89,25 @@ def inputs(device: str = "cuda") -> list[Tensor]:
     ]
 
 
-def flat(outputs: Any) -> list[Tensor]:
+def nonempty_outputs(outputs: Any) -> list[Tensor]:
     outputs = [outputs] if isinstance(outputs, Tensor) else outputs
-    return [one for one in outputs if one is not None and one.numel()]
+    return [output for output in outputs if output is not None and output.numel()]
 
 
 def through_triton(op: Callable[[Tensor], Any], x: Tensor) -> list[Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_launch, "ENABLED", False)
-        return flat(op(x))
+        return nonempty_outputs(op(x))
 
 
-def known(op: Callable[[Tensor], Any], x: Tensor) -> None:
-    """Call the op until its kernels, and the call itself, are known."""
+def record_call(op: Callable[[Tensor], Any], x: Tensor) -> None:
+    """Call the op until its kernels and the call itself are recorded."""
     for _ in range(2):
         op(x)
 
 
-def past_triton(op: Callable[[Tensor], Any], x: Tensor) -> list[Tensor]:
-    """Of a call whose kernels must be known."""
+def without_triton(op: Callable[[Tensor], Any], x: Tensor) -> list[Tensor]:
+    """The outputs of a call, whose kernels must be recorded."""
     replays = []
     replay = _replay._Call.run
 
@@ -117,37 +117,41 @@ def past_triton(op: Callable[[Tensor], Any], x: Tensor) -> list[Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
         patch.setattr(_replay._Call, "run", lambda *args: replays.append(1) or replay(*args))
-        outputs = flat(op(x))
-    # A matrix without whole words of four rows takes more kernels, some of torch's.
+        outputs = nonempty_outputs(op(x))
+    # A matrix without full words of four rows needs more kernels, some of them torch's.
     if x.shape[0] % 16 == 0 and x.data_ptr() % 16 == 0:
         assert replays
     return outputs
 
 
-def all_same(got: list[Tensor], want: list[Tensor]) -> None:
+def assert_all_same(got: list[Tensor], want: list[Tensor]) -> None:
     assert len(got) == len(want)
-    for one, other in zip(got, want, strict=True):
-        assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
-        if one.dtype in FP8_DTYPES:
-            one, other = one.view(torch.uint8), other.view(torch.uint8)
-        assert torch.equal(one, other)
+    for actual, expected in zip(got, want, strict=True):
+        assert (actual.dtype, actual.shape, actual.stride()) == (
+            expected.dtype,
+            expected.shape,
+            expected.stride(),
+        )
+        if actual.dtype in FP8_DTYPES:
+            actual, expected = actual.view(torch.uint8), expected.view(torch.uint8)
+        assert torch.equal(actual, expected)
 
 
 each_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 
 
 @each_op
-def test_bits_of_a_launch_through_triton(op) -> None:
+def test_recorded_launches_have_the_bits_of_launches_through_triton(op) -> None:
     xs = inputs()
     for x in xs:
-        known(op, x)
+        record_call(op, x)
     for x in xs:
-        all_same(past_triton(op, x), through_triton(op, x))
+        assert_all_same(without_triton(op, x), through_triton(op, x))
 
 
 @pytest.fixture(params=[True, False], ids=["filled", "not-filled"])
 def _filled(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whether torch fills new memory, which then comes from another function."""
+    """Whether torch fills new memory; then another function allocates it."""
     torch.use_deterministic_algorithms(request.param, warn_only=True)
     yield
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -155,50 +159,50 @@ def _filled(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @each_op
 @pytest.mark.usefixtures("_filled")
-def test_new_values_in_new_memory(op) -> None:
-    """What is remembered holds nothing of the tensors that it was made for."""
-    known(op, matrix((272, 1040), torch.bfloat16, 0, "cuda"))
+def test_a_recorded_call_reads_new_values_in_new_memory(op) -> None:
+    """A recorded call holds no values of the tensors that it was recorded with."""
+    record_call(op, matrix((272, 1040), torch.bfloat16, 0, "cuda"))
     for _ in range(3):
         x = matrix((272, 1040), torch.bfloat16, 0, "cuda")
-        all_same(past_triton(op, x), through_triton(op, x))
+        assert_all_same(without_triton(op, x), through_triton(op, x))
 
 
 @pytest.mark.usefixtures("uncollected")
 @each_op
-def test_in_a_cuda_graph(op) -> None:
+def test_a_cuda_graph_captures_recorded_launches(op) -> None:
     x = matrix((272, 1040), torch.bfloat16, 0, "cuda")
-    known(op, x)
+    record_call(op, x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = past_triton(op, x)
+        got = without_triton(op, x)
     for _ in range(2):
         x.copy_(torch.randn_like(x))
         graph.replay()
-        all_same(got, through_triton(op, x))
+        assert_all_same(got, through_triton(op, x))
 
 
 @each_op
-def test_on_another_stream(op) -> None:
+def test_a_recorded_call_launches_on_the_current_stream(op) -> None:
     x = matrix((1030, 131), torch.float32, 0, "cuda")
-    known(op, x)
+    record_call(op, x)
     y = torch.empty_like(x)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)  # a launch on the first stream would read too early
         y.copy_(x)
-        got = past_triton(op, y)
+        got = without_triton(op, y)
     torch.cuda.synchronize()
-    all_same(got, through_triton(op, x))
+    assert_all_same(got, through_triton(op, x))
 
 
 @pytest.mark.multi_gpu
 @each_op
-def test_on_another_gpu(op) -> None:
+def test_calls_are_recorded_for_each_gpu(op) -> None:
     for device in ("cuda:0", "cuda:1", "cuda:0"):
         x = matrix((272, 1040), torch.bfloat16, 0, device)
-        known(op, x)
-        got = past_triton(op, x)
-        assert all(one.device == x.device for one in got)
-        all_same(got, through_triton(op, x))
+        record_call(op, x)
+        got = without_triton(op, x)
+        assert all(output.device == x.device for output in got)
+        assert_all_same(got, through_triton(op, x))

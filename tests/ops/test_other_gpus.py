@@ -1,4 +1,4 @@
-"""What GPUs other than Hopper do: the table, the route of a call, the layout of MX scales."""
+"""GPUs other than Hopper: table of capabilities, route of calls, layout of MX scales."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,22 +20,26 @@ from tests.processes import run_python
 GPU = torch.device("cuda")
 ROW, TOKENS, WEIGHT, MX = (1, -1), (1, 128), (128, 128), (1, 32)
 
-# Casts by a kernel; the GEMM of rows; of 1x128 by 128x128; of MX; attention.
+# k: casts by a kernel; r: GEMMs of rows; b: GEMMs of 1x128 by 128x128; m: MX GEMMs; a: attention.
 TABLE = {
     (7, 0): "-----", (7, 5): "-----", (8, 0): "-----", (8, 6): "-----", (8, 9): "kr---",
     (9, 0): "krb-a", (10, 0): "kr-m-", (10, 3): "kr-m-", (12, 0): "kr---",
 }  # fmt: skip
 
 
-def imitate(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], count: int = 1) -> None:
-    """Have every device, this CPU too, answer as a GPU of such a capability."""
+def imitate_capability(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], count: int = 1
+) -> None:
+    """Make every device, also this CPU, report the capability of a GPU."""
     monkeypatch.setattr(declare, "_capability_of", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
 @pytest.mark.parametrize("capability", TABLE)
-def test_the_table(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    imitate(monkeypatch, capability)
+def test_native_fp8_of_each_capability_is_as_in_the_table(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imitate_capability(monkeypatch, capability)
     runs = {
         "k": CASTS.includes(capability), "r": may_multiply(ROW, ROW, GPU, a_dtype=E5M2),
         "b": may_multiply(TOKENS, WEIGHT, GPU), "m": may_multiply(MX, MX, GPU),
@@ -48,16 +52,16 @@ def test_the_table(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch)
     assert not may_multiply(MX, MX, GPU, grouped=True)
 
 
-def test_a_cpu_answers_as_hopper() -> None:
+def test_a_cpu_has_the_capability_of_hopper() -> None:
     assert declare.capability_of(torch.device("cpu")) == (9, 0)
 
 
 x = torch.randn(16, 128)
 q, scale, _ = reference.quantize(x, E4M3, ROW, "fp32")
 stored, exponents = torch.zeros(16, 128, dtype=torch.uint8), torch.zeros(16, 1, dtype=torch.uint8)
-to = torch.zeros(16, 2, dtype=torch.int32)
+row_map = torch.zeros(16, 2, dtype=torch.int32)
 
-# The launcher, the reference, and arguments; whether the launcher is called all the same.
+# The launcher, the reference, the arguments, and whether a GPU without FP8 calls the launcher.
 CALLS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...], bool]] = {
     "cast": ("cast:cast", reference.cast, ("", [x], x.dtype, E4M3, ROW, "fp32"), False),
     "cast of a prologue": (
@@ -78,7 +82,8 @@ CALLS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...], bool]] = {
         "norm:norm", reference.norm, (q, x[0], None, 1e-5, False, x.dtype, scale, ROW), False
     ),
     "permutation of FP8": (
-        "permute:gather_rows", permute.gather_rows, (q, to, x.dtype, None, None, scale, 128), False
+        "permute:gather_rows", permute.gather_rows,
+        (q, row_map, x.dtype, None, None, scale, 128), False,
     ),
     "moments": (
         "moments:dequantize_moment", moments.dequantize_moment, (stored, exponents, False), False
@@ -90,15 +95,17 @@ CALLS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...], bool]] = {
 }  # fmt: skip
 
 
-def same(a: Any, b: Any) -> bool:
+def all_same_bytes(a: Any, b: Any) -> bool:
     if isinstance(a, tuple):
-        return all(map(same, a, b))
+        return all(map(all_same_bytes, a, b))
     return a is b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_route_of_a_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without FP8 in Triton, and beside a GPU that has it; with it there is nothing to ask."""
+def test_calls_go_to_the_launcher_or_the_reference_by_capability(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The route on a GPU without FP8 in Triton, beside a GPU with it, and on one with it."""
     path, function, args, by_kernel = CALLS[name]
     launched: list[str] = []
 
@@ -108,12 +115,12 @@ def test_the_route_of_a_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         return lambda *args: launched.append(path)
 
     monkeypatch.setattr(declare, "load_launcher", load)
-    imitate(monkeypatch, (8, 0))
+    imitate_capability(monkeypatch, (8, 0))
     run = declare._gpu_launcher(path, function)
     result = run(*args)
     assert launched == [path] * by_kernel
     if not by_kernel:
-        assert same(result, function(*args))
+        assert all_same_bytes(result, function(*args))
     monkeypatch.setattr(declare, "_capability_of", lambda device: (9, 0))
     run(*args)
     assert launched == [path] * (1 + by_kernel)
@@ -122,11 +129,11 @@ def test_the_route_of_a_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_gemm_without_fp8_is_of_dequantized_operands(
+def test_a_gemm_without_fp8_multiplies_dequantized_operands(
     out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = pytest.importorskip("float8lab.ops.kernels.gemm")
-    imitate(monkeypatch, (8, 0))
+    imitate_capability(monkeypatch, (8, 0))
     for block in (ROW, (-1, -1), TOKENS, (128, 128)):
         data, scales, _ = reference.quantize(x, E4M3, block, "fp32")
         got = kernels.scaled_mm(
@@ -141,12 +148,12 @@ def test_a_gemm_without_fp8_is_of_dequantized_operands(
         assert ((got.double() - exact).abs() <= 4 * eps * (values.abs() @ values.abs().T + 9)).all()
 
 
-# MX on SM 10.
+# The tests below are about MX on SM 10.
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (1, 1), (300, 7), (257, 9), (0, 3), (5, 0)], ids=str)
-def test_scales_in_tiles(shape: tuple[int, int]) -> None:
-    """Where cuBLAS documents each scale to be, element by element; every power of two is exact."""
+def test_scale_in_tiles_has_the_layout_of_cublas(shape: tuple[int, int]) -> None:
+    """Each scale is where cuBLAS documents it, element by element; powers of two stay exact."""
     rows, columns = shape
     scales = torch.exp2(torch.randint(-127, 128, shape).float())
     tiles = reference.scale_in_tiles(scales.t().contiguous().t())
@@ -162,13 +169,15 @@ def test_scales_in_tiles(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("M", "N", "K"), [(256, 128, 512), (37, 48, 80), (130, 17, 24)])
-def test_torch_takes_the_operands_of_mx(
+def test_torch_accepts_the_operands_of_mx_gemms(
     M: int, N: int, K: int, out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All three GEMMs of a layer. torch checks sizes, dtypes and order as for SM 10, by its meta
-    implementation; the scales that it is given are decoded, and multiply what it is given."""
+    """torch's meta implementation accepts the operands of all three GEMMs of a layer as on SM 10.
+
+    It checks sizes, dtypes and order. The operands and decoded scales give the results.
+    """
     kernels = pytest.importorskip("float8lab.ops.kernels.gemm")
-    imitate(monkeypatch, (10, 0))
+    imitate_capability(monkeypatch, (10, 0))
     calls: list[torch.Size] = []
 
     def scaled_mm(
@@ -186,7 +195,7 @@ def test_torch_takes_the_operands_of_mx(
             output_dtype=output_dtype,
         )  # fmt: skip
         calls.append(y.shape)
-        left, right = decoded(a, a_scale), decoded(b.t(), b_scale)
+        left, right = dequantized_tiles(a, a_scale), dequantized_tiles(b.t(), b_scale)
         assert y.shape == (left.shape[0], right.shape[0])
         return (left @ right.T).to(output_dtype)
 
@@ -210,18 +219,18 @@ def test_torch_takes_the_operands_of_mx(
     assert len(calls) == 3
 
 
-def decoded(data: Tensor, tiles: Tensor) -> Tensor:
-    """Values of rows, by the scales as documented: one of 32 elements."""
+def dequantized_tiles(data: Tensor, tiles: Tensor) -> Tensor:
+    """The values of rows, with a scale for 32 elements in the documented layout."""
     rows, blocks = data.shape[0], -(-data.shape[1] // 32)
     across = -(-blocks // 4)
     row, block = torch.meshgrid(torch.arange(rows), torch.arange(blocks), indexing="ij")
-    place = ((row // 128) * across + block // 4) * 512
-    place = place + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
-    factors = tiles.float()[place].repeat_interleave(32, 1)
+    offset = ((row // 128) * across + block // 4) * 512
+    offset = offset + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+    factors = tiles.float()[offset].repeat_interleave(32, 1)
     return data.float() * factors[:, : data.shape[1]]
 
 
-def test_mx_by_other_scales_is_no_gemm() -> None:
+def test_1x32_blocks_without_e8m0_scales_have_no_gemm() -> None:
     """No GPU multiplies 1x32 blocks by scales that e8m0 cannot hold."""
     with float8lab.fallback("error"):
         a = float8lab.quantize(torch.randn(32, 64), block=MX, scale_rule="e8m0")
@@ -232,6 +241,6 @@ def test_mx_by_other_scales_is_no_gemm() -> None:
 
 
 @pytest.mark.gpu
-def test_layers_on_a_gpu_that_imitates_sm_80() -> None:
-    """In a process of its own: an op chooses its kernel once."""
+def test_layers_on_a_gpu_that_imitates_sm_80_equal_the_cpu() -> None:
+    """The script runs in a new process, because an op chooses its kernel once."""
     assert run_python("-m", "tests.ops.on_sm80", "cuda").strip().endswith("passed")

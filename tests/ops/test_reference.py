@@ -1,4 +1,4 @@
-"""The reference ops against values worked out by hand, and their properties."""
+"""The reference ops: comparison with values computed by hand, and properties that hold always."""
 
 import math
 from typing import Any
@@ -18,34 +18,36 @@ from tests.ops.groups import grouped_mm
 INF, NAN = math.inf, math.nan
 SUBNORMAL = 2.0**-140  # of float32
 
-# amax -> scale under (rule, fp8 format)
+# (rule, FP8 format, amax, expected scale)
 SCALES = [
-    # amax of exactly the largest value
+    # the amax is the largest FP8 value
     ("fp32", E4M3, 448.0, 1.0),
     ("fp32", E5M2, 57344.0, 1.0),
     ("pow2", E4M3, 448.0, 1.0),
     ("e8m0", E4M3, 448.0, 1.0),
-    # one step above it
+    # the amax is one step above it
     ("pow2", E4M3, 448.5, 2.0),
     ("e8m0", E4M3, 448.5, 2.0),
     ("pow2", E4M3, 1.0, 2.0**-8),
     ("e8m0", E4M3, 1.0, 2.0**-8),
     ("e8m0", E5M2, 1.0, 2.0**-15),
-    # nothing to scale by
+    # the amax is no basis for a scale
     ("fp32", E4M3, 0.0, 1.0),
     ("fp32", E4M3, INF, 1.0),
     ("fp32", E4M3, NAN, 1.0),
     ("pow2", E4M3, INF, 1.0),
     ("e8m0", E4M3, NAN, 1.0),
     ("e8m0", E5M2, 0.0, 1.0),
-    # 448 / amax overflows: the largest float32 takes its place
+    # 448 / amax overflows, and the largest float32 replaces it
     ("fp32", E4M3, SUBNORMAL, 1.0 / FLOAT32_MAX),
     ("pow2", E4M3, SUBNORMAL, 2.0**-127),
 ]
 
 
 @pytest.mark.parametrize(("rule", "fp8_dtype", "amax", "expected"), SCALES)
-def test_scale_from_amax(rule: str, fp8_dtype: torch.dtype, amax: float, expected: float) -> None:
+def test_scale_of_an_amax_follows_its_rule(
+    rule: str, fp8_dtype: torch.dtype, amax: float, expected: float
+) -> None:
     scale, _ = reference.factors_from_amax(torch.tensor([amax]), fp8_dtype, rule)
     torch.testing.assert_close(scale, torch.tensor([expected]), rtol=0, atol=0)
 
@@ -58,32 +60,32 @@ def test_encode_factor_is_one_division(fp8_dtype: torch.dtype) -> None:
     torch.testing.assert_close(scale, torch.tensor(1.0) / encode, rtol=0, atol=0)
 
 
-def test_a_scale_that_is_found_multiplies_and_one_that_is_given_divides() -> None:
+def test_casts_multiply_by_computed_factors_and_divide_by_given_scales() -> None:
     x = near_ties(16)
     encode = torch.tensor(448.0) / x.abs().amax(1, keepdim=True)
     scale = torch.tensor(1.0) / encode
-    found = by_multiplying(x).view(E4M3)
-    given = (x / scale).clamp(-448, 448).to(E4M3)
+    multiplied = by_multiplying(x).view(E4M3)
+    divided = (x / scale).clamp(-448, 448).to(E4M3)
     for block in ((1, -1), (1, 256)):
-        q, own, _ = reference.quantize(x, E4M3, block, "fp32", 0.0, 1)
-        assert torch.equal(own, scale)
-        assert torch.equal(q.float(), found.float())
+        q, row_scale, _ = reference.quantize(x, E4M3, block, "fp32", 0.0, 1)
+        assert torch.equal(row_scale, scale)
+        assert torch.equal(q.float(), multiplied.float())
         _, _, q_t, _, _ = forms.quantize_pair(
             reference.cast, x.t(), E4M3, block, "fp32", 0.0, 1, False
         )
-        assert torch.equal(q_t.float(), found.float())
+        assert torch.equal(q_t.float(), multiplied.float())
         q = forms.encode(reference.cast, x, encode, None, E4M3, block, 1)
-        assert torch.equal(q.float(), found.float())
+        assert torch.equal(q.float(), multiplied.float())
         q = forms.encode(reference.cast, x, scale, None, E4M3, block, 1, divide=True)
-        assert torch.equal(q.float(), given.float())
-    for row, wanted in zip(x[:, None], found, strict=True):
+        assert torch.equal(q.float(), divided.float())
+    for row, expected_row in zip(x[:, None], multiplied, strict=True):
         q, _, amax = reference.quantize(row, E4M3, (-1, -1), "fp32", 0.0, 1)
-        assert torch.equal(q[0].float(), wanted.float())
+        assert torch.equal(q[0].float(), expected_row.float())
         q, _, _ = reference.quantize(row[:, 1:], E4M3, (-1, -1), "fp32", 0.0, 1, amax)
-        assert torch.equal(q[0].float(), wanted[1:].float())
+        assert torch.equal(q[0].float(), expected_row[1:].float())
 
 
-def test_a_division_by_a_scale_is_ieee() -> None:
+def test_division_by_a_given_scale_follows_ieee() -> None:
     x = torch.tensor([[0.0, 1.0, -1.0, INF, NAN]])
     for scale, expected in (
         (0.0, [NAN, 448.0, -448.0, NAN, NAN]), (2.0**-149, [0.0, 448.0, -448.0, NAN, NAN]),
@@ -105,13 +107,13 @@ def test_power_of_2_scales_never_overflow(rule: str) -> None:
     assert bool((amax / scale > 224).all())
 
 
-def test_eps_raises_the_amax() -> None:
+def test_eps_is_the_lower_bound_of_the_amax() -> None:
     got, _ = reference.factors_from_amax(torch.tensor([0.0, 2.0, NAN]), E4M3, "pow2", eps=1.0)
     torch.testing.assert_close(got, torch.tensor([2.0**-8, 2.0**-7, 1.0]), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("block", [(-1, -1), (1, -1), (1, 128), (128, 128), (5, -1)], ids=str)
-def test_many_are_written_as_one_is_returned(block: tuple[int, int]) -> None:
+def test_cast_many_writes_the_results_of_separate_casts(block: tuple[int, int]) -> None:
     xs = [torch.randn(3, 300), torch.randn(0, 4).bfloat16(), torch.randn(130, 1), torch.randn(2, 8)]
     formats = (E4M3, E5M2, E5M2, E4M3)
     want = [
@@ -121,18 +123,20 @@ def test_many_are_written_as_one_is_returned(block: tuple[int, int]) -> None:
     got = [tuple(torch.empty_like(tensor) for tensor in tensors) for tensors in want]
     q, scale, amax = map(list, zip(*got, strict=True))
     reference.cast_many_(xs, q, block, "pow2", 0.5, scale, amax, [])
-    for tensors, wanted in zip(got, want, strict=True):
-        for one, other in zip(tensors, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
-    encodes = [1 / scale for _, scale, _ in want]  # exactly, of powers of two
+    for tensors, expected in zip(got, want, strict=True):
+        for actual, expected_tensor in zip(tensors, expected, strict=True):
+            torch.testing.assert_close(actual, expected_tensor, rtol=0, atol=0)
+    encodes = [1 / scale for _, scale, _ in want]  # exact for powers of two
     qs = [torch.empty_like(q) for q, _, _ in want]
     reference.cast_many_(xs, qs, block, "encode", 0.0, [], [], encodes)
-    for one, (other, _, _) in zip(qs, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for actual, (expected_tensor, _, _) in zip(qs, want, strict=True):
+        torch.testing.assert_close(actual, expected_tensor, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
-def test_special_values_of_a_cast(fp8_dtype: torch.dtype) -> None:
+def test_casts_saturate_finite_values_and_keep_nonfinite_ones_visible(
+    fp8_dtype: torch.dtype,
+) -> None:
     limit = largest(fp8_dtype)
     x = torch.tensor([[0.0, -0.0, 1.0, limit, -limit, limit * 2, INF, -INF, NAN]])
     infinite = [INF, -INF] if fp8_dtype == E5M2 else [NAN, NAN]
@@ -140,7 +144,7 @@ def test_special_values_of_a_cast(fp8_dtype: torch.dtype) -> None:
     expected = torch.tensor([[0.0, -0.0, 1.0, limit, -limit, limit, *infinite, NAN]])
     torch.testing.assert_close(q.float(), expected, rtol=0, atol=0, equal_nan=True)
     assert q.view(torch.uint8)[0, 1] == 0x80
-    # Visible whatever the factor is, of which the least and the largest overflow float32.
+    # Nonfinite values stay visible with any factor; the smallest and the largest overflow float32.
     for factor, divide in ((3e38, False), (1e-45, True), (0.0, False), (NAN, False), (INF, True)):
         q = forms.encode(
             reference.cast, x[:, 2:], torch.tensor(factor), None, fp8_dtype, (-1, -1), 1, divide
@@ -160,33 +164,33 @@ def test_special_values_of_a_cast(fp8_dtype: torch.dtype) -> None:
 def test_an_infinity_stays_visible_in_its_block(
     block: tuple[int, int], rule: str, fp8_dtype: torch.dtype
 ) -> None:
-    """Its block has scale 1; what is finite saturates there; other blocks keep their bytes."""
+    """Its block has scale 1, where finite values saturate; other blocks keep their bytes."""
     limit = largest(fp8_dtype)
     infinities = [INF, -INF] if fp8_dtype == E5M2 else [NAN, NAN]
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        most = torch.finfo(dtype).max
+        largest_value = torch.finfo(dtype).max
         x = torch.randn(150, 300).to(dtype)
         finite, scale, _ = reference.quantize(x, fp8_dtype, block, rule)
-        x[3, 8:14] = torch.tensor([INF, -INF, NAN, most, -most, 1.5], dtype=dtype)
+        x[3, 8:14] = torch.tensor([INF, -INF, NAN, largest_value, -largest_value, 1.5], dtype=dtype)
         q, new_scale, amax = reference.quantize(x, fp8_dtype, block, rule)
         expected = torch.tensor([*infinities, NAN, limit, -limit, 1.5])
         torch.testing.assert_close(q.float()[3, 8:14], expected, rtol=0, atol=0, equal_nan=True)
-        others = torch.ones_like(scale, dtype=torch.bool)
-        others[3 if block[0] == 1 else 0, 0] = False
-        assert new_scale[~others].item() == 1
-        assert not amax[~others].isfinite()
-        assert torch.equal(new_scale[others], scale[others])
-        kept = expand_scale(others, block, x.shape).expand(x.shape)
-        assert torch.equal(q.view(torch.uint8)[kept], finite.view(torch.uint8)[kept])
+        is_other_block = torch.ones_like(scale, dtype=torch.bool)
+        is_other_block[3 if block[0] == 1 else 0, 0] = False
+        assert new_scale[~is_other_block].item() == 1
+        assert not amax[~is_other_block].isfinite()
+        assert torch.equal(new_scale[is_other_block], scale[is_other_block])
+        is_kept = expand_scale(is_other_block, block, x.shape).expand(x.shape)
+        assert torch.equal(q.view(torch.uint8)[is_kept], finite.view(torch.uint8)[is_kept])
 
 
-def test_rounds_to_nearest_even() -> None:
+def test_casts_round_to_nearest_even() -> None:
     x = torch.tensor([[1.0625, 1.1875, 17.0, 19.0, 2.0**-10, 1.5 * 2.0**-9]])
     q = forms.encode(reference.cast, x, torch.tensor(1.0), None, E4M3, (-1, -1), 1)
     assert q.float().tolist() == [[1.0, 1.25, 16.0, 20.0, 0.0, 2.0**-8]]
 
 
-def test_quantize_by_tensor() -> None:
+def test_quantize_with_one_scale_equals_values_by_hand() -> None:
     x = torch.tensor([[1.0, -2.0], [3.5, 0.0]])
     q, scale, amax = reference.quantize(x, E4M3, (-1, -1), "fp32", 0.0, 1)
     assert amax.tolist() == [[3.5]]
@@ -194,7 +198,7 @@ def test_quantize_by_tensor() -> None:
     assert q.float().tolist() == [[128.0, -256.0], [448.0, 0.0]]
 
 
-def test_partial_blocks_are_blocks() -> None:
+def test_partial_blocks_have_their_own_amax() -> None:
     x = torch.ones(3, 5)
     x[2], x[:, 4] = 7.0, 56.0
     _, _, amax = reference.quantize(x, E4M3, (2, 4), "fp32", 0.0, 1)
@@ -206,36 +210,36 @@ each_block = pytest.mark.parametrize("block", BLOCKS, ids=lambda b: "x".join(map
 
 
 @each_block
-def test_align_is_padding_with_zeros_first(block: tuple[int, int]) -> None:
+def test_align_equals_padding_the_input_with_zeros(block: tuple[int, int]) -> None:
     x = torch.randn(37, 150)
     padded = torch.zeros(48, 160)
     padded[:37, :150] = x
     got = reference.quantize(x, E4M3, block, "fp32", 0.0, 16)
     want = reference.quantize(padded, E4M3, block, "fp32", 0.0, 1)
-    for one, other in zip(got, want, strict=True):
-        assert one.shape == other.shape
-        torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=0)
+    for actual, expected in zip(got, want, strict=True):
+        assert actual.shape == expected.shape
+        torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=0)
     assert got[1].shape == scale_shape((48, 160), block)
 
 
 @each_block
-def test_pair_is_quantize_of_both_orientations(block: tuple[int, int]) -> None:
+def test_a_cast_of_both_orientations_equals_two_casts(block: tuple[int, int]) -> None:
     x = torch.randn(37, 150)
     q, scale, q_t, scale_t, sums = forms.quantize_pair(
         reference.cast, x, E5M2, block, "pow2", 0.0, 16, True
     )
     want = reference.quantize(x, E5M2, block, "pow2", 0.0, 16)
     want_t = reference.quantize(x.t(), E5M2, block, "pow2", 0.0, 16)
-    for one, other in zip((q, scale, q_t, scale_t), want[:2] + want_t[:2], strict=True):
-        torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=0)
-        assert one.is_contiguous() or scales_by_column(block)
+    for actual, expected in zip((q, scale, q_t, scale_t), want[:2] + want_t[:2], strict=True):
+        torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=0)
+        assert actual.is_contiguous() or scales_by_column(block)
     torch.testing.assert_close(sums, x.sum(0))
 
 
-def test_a_known_amax_makes_the_scale() -> None:
+def test_a_given_amax_determines_the_scale() -> None:
     x, amax = torch.tensor([[1.0, -3.0], [0.5, 200.0]]), torch.tensor([[112.0]])
-    q, scale, same = reference.quantize(x, E4M3, (-1, -1), "fp32", 0.0, 1, amax)
-    assert (scale.tolist(), same.tolist()) == ([[0.25]], [[112.0]])
+    q, scale, returned_amax = reference.quantize(x, E4M3, (-1, -1), "fp32", 0.0, 1, amax)
+    assert (scale.tolist(), returned_amax.tolist()) == ([[0.25]], [[112.0]])
     assert q.float().tolist() == [[4.0, -12.0], [2.0, 448.0]]
     pair = forms.quantize_pair(reference.cast, x, E4M3, (-1, -1), "fp32", 0.0, 1, False, amax)
     assert pair[2].float().equal(q.float().t())
@@ -243,14 +247,15 @@ def test_a_known_amax_makes_the_scale() -> None:
 
 
 @each_block
-def test_round_trip_error_is_half_a_step(block: tuple[int, int]) -> None:
+def test_round_trip_error_is_at_most_half_a_step(block: tuple[int, int]) -> None:
     x = torch.randn(40, 160)
     q, scale, amax = reference.quantize(x, E4M3, block, "fp32", 0.0, 1)
-    back = reference.dequantize(q, scale, block, torch.float32)
-    # Half a step of 3 mantissa bits, or of the subnormals, 2**-10 of 448 to the block's amax.
-    blocks = reference.dequantize(torch.ones(40, 160), amax, block, torch.float32)
-    bound = torch.maximum(x.abs() * 2**-4, blocks / 448 * 2**-10) * (1 + 2**-20)
-    assert bool(((back - x).abs() <= bound).all())
+    dequantized = reference.dequantize(q, scale, block, torch.float32)
+    # The bound is half a step of 3 mantissa bits, or of the subnormals, which is 2**-10 relative to
+    # 448 for the block's amax.
+    block_amax = reference.dequantize(torch.ones(40, 160), amax, block, torch.float32)
+    bound = torch.maximum(x.abs() * 2**-4, block_amax / 448 * 2**-10) * (1 + 2**-20)
+    assert bool(((dequantized - x).abs() <= bound).all())
 
 
 def test_scales_of_1xb_blocks_are_stored_by_column() -> None:
@@ -261,19 +266,21 @@ def test_scales_of_1xb_blocks_are_stored_by_column() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 48), (33, 0), (0, 0)])
 @each_block
-def test_empty(shape: tuple[int, int], block: tuple[int, int]) -> None:
+def test_empty_tensors_have_scale_1_and_gemms_return_the_bias(
+    shape: tuple[int, int], block: tuple[int, int]
+) -> None:
     q, scale, amax = reference.quantize(torch.randn(shape), E4M3, block, "fp32", 0.0, 16)
     assert q.numel() == 0
     assert bool((scale == 1).all())
     assert bool((amax == 0).all())
-    product = reference.scaled_mm(
+    gemm = reference.scaled_mm(
         q, scale, block, q, scale, block, torch.ones(len(q)), torch.float32, False
     )
-    assert product.shape == (len(q), len(q))
-    assert bool((product == 1).all())
+    assert gemm.shape == (len(q), len(q))
+    assert bool((gemm == 1).all())
 
 
-def test_amax_slot_keeps_the_larger() -> None:
+def test_an_amax_slot_keeps_the_larger_value() -> None:
     slot = torch.full((1,), NO_DATA)
     for x, expected in ((torch.zeros(2, 2), 0.0), (-torch.ones(2, 2), 1.0), (torch.zeros(2, 2), 1)):
         forms.encode(ops.cast_op, x, torch.tensor(1.0), slot, E4M3, (-1, -1), 16)
@@ -285,7 +292,7 @@ def test_amax_slot_keeps_the_larger() -> None:
 
 
 @pytest.mark.parametrize("align", [1, 16])
-def test_transpose(align: int) -> None:
+def test_transpose_pads_with_zeros(align: int) -> None:
     q = torch.randn(5, 20).to(E4M3)
     got = reference.transpose(q, align)
     assert got.shape == (reference.round_up(20, align), reference.round_up(5, align))
@@ -294,7 +301,7 @@ def test_transpose(align: int) -> None:
 
 
 @pytest.mark.parametrize("blocks", [((1, -1), (-1, -1)), ((1, 128), (128, 128)), ((5, 7), (3, 7))])
-def test_a_batch_is_multiplied_matrix_by_matrix(
+def test_scaled_mm_of_a_batch_equals_each_matrix(
     blocks: tuple[tuple[int, int], tuple[int, int]],
 ) -> None:
     operands: list[Any] = []
@@ -316,7 +323,7 @@ def test_a_batch_is_multiplied_matrix_by_matrix(
         torch.testing.assert_close(y.float(), want, rtol=2.0**-8, atol=1e-4)
 
 
-def test_scaled_mm_by_hand() -> None:
+def test_scaled_mm_equals_values_by_hand() -> None:
     a = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).to(E4M3)
     b = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]]).to(E5M2)
     a_scale, b_scale = torch.tensor([[1.0], [10.0]]), torch.tensor([[1.0], [0.5], [2.0]])
@@ -327,22 +334,22 @@ def test_scaled_mm_by_hand() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_autocast_does_not_reach_the_gemms(device: str) -> None:
-    """In float16, the largest FP8 data overflow: 16 x 448 x 448 is above 65504."""
+    """A GEMM in float16 would overflow for the largest FP8 data: 16 x 448 x 448 is above 65504."""
     a = torch.full((16, 16), 448.0, device=device).to(E4M3)
-    one, offs = torch.ones(1, 1, device=device), torch.tensor([16], device=device)
+    unit_scale, offs = torch.ones(1, 1, device=device), torch.tensor([16], device=device)
     for block in ((-1, -1), (1, 16)):
-        scale = one.expand(scale_shape((16, 16), block))
+        scale = unit_scale.expand(scale_shape((16, 16), block))
         with torch.autocast(device, torch.float16):
             y = reference.scaled_mm(
                 a, scale, block, a, scale, block, None, torch.float32, fast_accum=False
             )
         assert torch.equal(y, torch.full_like(y, 16 * 448.0**2))
-    high = a.float(), None, ()
+    exact = a.float(), None, ()
     with torch.autocast(device, torch.float16):
         rows = grouped_mm(
-            reference.scaled_mm, *high, a.float()[None], None, (), None, offs, torch.float32, False
+            reference.scaled_mm, *exact, a.float()[None], None, (), None, offs, torch.float32, False
         )
-        sums = grouped_mm(reference.scaled_mm, *high, *high, None, offs, torch.float32, False)
+        sums = grouped_mm(reference.scaled_mm, *exact, *exact, None, offs, torch.float32, False)
     assert torch.equal(rows, y)
     assert torch.equal(sums[0], y)
 
@@ -351,7 +358,7 @@ def test_autocast_does_not_reach_the_gemms(device: str) -> None:
     "blocks",
     [((1, 128), (1, 128)), ((1, 128), (128, 128)), ((1, 32), (1, 32)), ((-1, -1), (1, -1))],
 )
-def test_scaled_mm_is_the_product_of_the_dequantized(
+def test_scaled_mm_equals_the_gemm_of_dequantized_operands(
     blocks: tuple[tuple[int, int], tuple[int, int]],
 ) -> None:
     operands, dequantized = [], []
@@ -361,12 +368,12 @@ def test_scaled_mm_is_the_product_of_the_dequantized(
         dequantized.append(reference.dequantize(q, scale, block, torch.float64))
     got = reference.scaled_mm(*operands, None, torch.float32, False)
     left, right = dequantized
-    # Every term and every partial sum is rounded once to float32, and so are the scales' products.
+    # Every term, every partial sum and every product of scales is rounded once to float32.
     bound = (300 + 4) * 2.0**-24 * (left.abs() @ right.abs().t())
     assert bool(((got - left @ right.t()).abs() <= bound).all())
 
 
-def update(
+def update_scales(
     history: Tensor, amax: list[float], steps: int = 0, **options: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     slots = history.shape[1]
@@ -384,21 +391,21 @@ def update(
     return state[0], state[1], factors[0], state[3]
 
 
-def test_update_rolls_only_slots_that_saw_data() -> None:
+def test_update_scales_rolls_only_slots_with_data() -> None:
     history = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
-    history, amax, scale, steps = update(history, [7.0, NO_DATA, INF, NAN])
+    history, amax, scale, steps = update_scales(history, [7.0, NO_DATA, INF, NAN])
     assert history.tolist() == [[7.0, 2.0, 3.0, 4.0], [1.0, 6.0, 7.0, 8.0]]
     assert amax.tolist() == [NO_DATA] * 4
     assert steps.tolist() == [1, 0, 0, 0]
     assert scale.tolist() == [2.0**-6, 5.0, 5.0, 5.0]
 
 
-def test_update_formula() -> None:
+def test_update_scales_equals_values_by_hand() -> None:
     history = torch.tensor([[0.0], [56.0], [400.0]])
-    assert update(history, [7.0])[2].item() == 2.0**-3  # 448 / 56
-    assert update(history, [7.0], most_recent=True)[2].item() == 2.0**-6  # 448 / 7
-    assert update(history, [7.0], margin=2)[2].item() == 2.0**-1
-    assert update(history, [60.0], power_of_2=False)[2].item() == pytest.approx(60 / 448)
-    assert update(history * 0, [0.0])[2].item() == 5.0  # nothing but zeros keeps the scale
-    assert update(history, [7.0], steps=1, interval=2)[2].item() == 5.0  # not due
-    assert update(history, [7.0], steps=2, interval=2)[2].item() == 2.0**-3
+    assert update_scales(history, [7.0])[2].item() == 2.0**-3  # 448 / 56
+    assert update_scales(history, [7.0], most_recent=True)[2].item() == 2.0**-6  # 448 / 7
+    assert update_scales(history, [7.0], margin=2)[2].item() == 2.0**-1
+    assert update_scales(history, [60.0], power_of_2=False)[2].item() == pytest.approx(60 / 448)
+    assert update_scales(history * 0, [0.0])[2].item() == 5.0  # only zeros keep the scale
+    assert update_scales(history, [7.0], steps=1, interval=2)[2].item() == 5.0  # not due
+    assert update_scales(history, [7.0], steps=2, interval=2)[2].item() == 2.0**-3

@@ -1,6 +1,6 @@
-"""Which calls of a launcher are recorded and repeated, and that a repeated call does the same.
+"""Recording launchers: which calls are recorded, and that a repeated call has the same results.
 
-On the CPU: a launch is a Python function here, and tensors say that they are on GPU 0.
+The tests run on the CPU: a launch is a Python function, and tensors report that they are on GPU 0.
 """
 
 import sys
@@ -26,8 +26,8 @@ from float8lab.ops.kernels import _launch, _replay
 from float8lab.ops.kernels._replay import repeated, replayed
 
 
-class Kernel:
-    """A launched kernel: ``function`` writes to the tensors that it is given."""
+class FakeKernel:
+    """A fake kernel; a launch calls ``function``, which writes to its tensor arguments."""
 
     def __init__(self, function: Callable[..., None], *, known: bool = True) -> None:
         self.function, self.is_known, self.launches = function, known, 0
@@ -35,15 +35,15 @@ class Kernel:
     def run(self, x, y, z, stream, handle, metadata, _1, _2, _3, *args: Any) -> None:
         assert (x, y, z, stream, handle, metadata) == (5, 1, 1, 7, "handle", "metadata")
         self.launches += 1
-        with _disable_current_modes():  # a kernel's work is not torch's
+        with _disable_current_modes():  # torch does not see the work of a kernel
             self.function(*args)
 
     def __call__(self, *args: Any) -> None:
         self.run(5, 1, 1, 7, "handle", "metadata", None, None, None, *args)
-        tell = getattr(_launch.RECORDING, "launch", None)
-        if tell is not None:
-            before = 5, 1, 1, _launch.STREAM, "handle", "metadata", None, None, None
-            tell(self.run if self.is_known else None, (*before, *args))
+        report_launch = getattr(_launch.RECORDING, "launch", None)
+        if report_launch is not None:
+            launch_arguments = 5, 1, 1, _launch.STREAM, "handle", "metadata", None, None, None
+            report_launch(self.run if self.is_known else None, (*launch_arguments, *args))
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +59,8 @@ def scale_into(x: Tensor, y: Tensor, factor: float) -> None:
     y.copy_(x * factor)
 
 
-class Counted:
-    """A launcher that counts how often its Python runs."""
+class CountedLauncher:
+    """A launcher that counts how often its Python code runs."""
 
     def __init__(self, body: Callable[..., Any]) -> None:
         def counted(*args: Any) -> Any:
@@ -73,11 +73,11 @@ class Counted:
         return self.launcher(*args)
 
 
-class Scaled(Counted):
-    """``x * factor``, by a launcher."""
+class ScaleLauncher(CountedLauncher):
+    """A launcher that computes ``x * factor``."""
 
     def __init__(self, **options: Any) -> None:
-        self.kernel = Kernel(scale_into, **options)
+        self.kernel = FakeKernel(scale_into, **options)
         super().__init__(self._scale)
 
     def _scale(self, x: Tensor, factor: float) -> Tensor:
@@ -91,8 +91,8 @@ class Scaled(Counted):
         return y
 
 
-def test_the_third_call_does_without_the_launcher():
-    scaled = Scaled()
+def test_the_third_call_repeats_the_launch_without_the_launcher():
+    scaled = ScaleLauncher()
     outputs = [scaled(torch.randn(3, 4)) for _ in range(6)]
     assert scaled.calls == 2
     assert scaled.kernel.launches == 6
@@ -100,7 +100,7 @@ def test_the_third_call_does_without_the_launcher():
 
 
 @pytest.mark.parametrize(
-    "other",
+    "changed",
     [
         lambda x: x.new_ones(4, 3), lambda x: torch.ones(4, 3).t(),
         lambda x: torch.ones(13)[1:].view(3, 4), lambda x: x.double(),
@@ -108,18 +108,18 @@ def test_the_third_call_does_without_the_launcher():
     ],
     ids=["shape", "strides", "alignment", "dtype", "parameter"],
 )  # fmt: skip
-def test_what_a_launcher_can_tell_apart_is_recorded_apart(other):
-    scaled = Scaled()
+def test_inputs_that_a_launcher_can_distinguish_are_recorded_separately(changed):
+    scaled = ScaleLauncher()
     x = torch.randn(3, 4)
     for _ in range(3):
         with torch.no_grad():
             scaled(x)
-            scaled(other(x))
+            scaled(changed(x))
     assert scaled.calls == 4
 
 
-def test_other_arguments_are_recorded_apart():
-    scaled = Scaled()
+def test_calls_with_other_arguments_are_recorded_separately():
+    scaled = ScaleLauncher()
     for _ in range(4):
         for factor in (2.0, 3.0):
             scaled(torch.randn(3, 4), factor)
@@ -136,7 +136,7 @@ def test_a_recorded_call_is_repeated_without_its_key(monkeypatch):
     def sum_into(a: Tensor, b: Tensor, c: Tensor, y: Tensor, factor: float) -> None:
         y.copy_((a - b) * factor + c)
 
-    kernel, shape = Kernel(sum_into), (3, 4)
+    kernel, shape = FakeKernel(sum_into), (3, 4)
     for _ in range(2):
         arguments = (2.0, (torch.randn(shape), [torch.randn(shape)]), torch.randn(shape))
         assert repeated(launcher, arguments) is None, "not recorded so far"
@@ -149,17 +149,17 @@ def test_a_recorded_call_is_repeated_without_its_key(monkeypatch):
     assert repeat(arguments) is NotImplemented
     for _ in range(2):
         launcher(*arguments)
-    again = repeated(launcher, arguments)
-    assert torch.equal(again(arguments), (a - unaligned) * 2.0 + c)
-    assert again((2.0, (a, [b]), c)) is NotImplemented
+    unaligned_repeat = repeated(launcher, arguments)
+    assert torch.equal(unaligned_repeat(arguments), (a - unaligned) * 2.0 + c)
+    assert unaligned_repeat((2.0, (a, [b]), c)) is NotImplemented
     monkeypatch.setattr(_replay, "_key_of", None)
     assert torch.equal(repeat((2.0, (a, [b]), c)), (a - b) * 2.0 + c), "it needs no key"
     monkeypatch.setattr(_replay, "has_hooks", lambda: True)
     assert repeat((2.0, (a, [b]), c)) is NotImplemented
 
 
-def test_empty_tensors_and_other_devices_run_as_they_are(monkeypatch):
-    scaled = Scaled()
+def test_calls_with_empty_tensors_or_on_other_devices_are_not_recorded(monkeypatch):
+    scaled = ScaleLauncher()
     for _ in range(4):
         scaled(torch.randn(0, 4))
     assert scaled.calls == 4
@@ -170,35 +170,35 @@ def test_empty_tensors_and_other_devices_run_as_they_are(monkeypatch):
     assert scaled.calls == 8
 
 
-def test_tensors_of_other_classes_are_not_remembered():
+def test_calls_with_tensor_subclasses_are_not_recorded():
     class Other(Tensor):
         pass
 
-    seen = []
+    classes = []
 
     @replayed
     def launcher(x: Tensor) -> Tensor:
-        seen.append(type(x))
+        classes.append(type(x))
         return x
 
     for _ in range(4):
         x = torch.ones(3).as_subclass(Other)
         launcher(x)
         assert sys.getrefcount(x) == 2
-    assert seen == [Other] * 4
+    assert classes == [Other] * 4
 
 
-def test_views_work_room_and_zeros():
-    """Outputs keep their strides, and work that accumulates starts from zero every time."""
+def test_views_buffers_and_zeros_are_repeated():
+    """Outputs keep their strides, and buffers that accumulate start from zero in every call."""
 
-    def add(x: Tensor, total: Tensor, y_t: Tensor, room: Tensor) -> None:
+    def add(x: Tensor, total: Tensor, y_t: Tensor, buffer: Tensor) -> None:
         total += x.flatten().sum()
-        room.fill_(3)
-        y_t.as_strided((x.numel(),), (1,)).copy_(x.t().flatten())  # a kernel has the address only
+        buffer.fill_(3)
+        y_t.as_strided((x.numel(),), (1,)).copy_(x.t().flatten())  # a kernel gets only the address
 
-    kernel = Kernel(add)
+    kernel = FakeKernel(add)
 
-    @Counted
+    @CountedLauncher
     def launcher(x: Tensor) -> tuple[Tensor, Tensor]:
         total = x.new_zeros(1)
         y = x.new_empty((x.shape[1], x.shape[0]))
@@ -215,10 +215,10 @@ def test_views_work_room_and_zeros():
     assert launcher.calls == 2
 
 
-def test_a_tensor_that_is_written_and_no_output():
-    kernel = Kernel(lambda x, slot: slot.copy_(x.amax()))
+def test_a_written_argument_that_is_no_output_is_repeated():
+    kernel = FakeKernel(lambda x, slot: slot.copy_(x.amax()))
 
-    @Counted
+    @CountedLauncher
     def launcher(x: Tensor, slot: Tensor) -> None:
         kernel(x, slot)
 
@@ -230,10 +230,10 @@ def test_a_tensor_that_is_written_and_no_output():
     assert launcher.calls == 2
 
 
-def test_launchers_inside_a_launcher_are_part_of_it():
-    scaled = Scaled()
+def test_launchers_inside_a_launcher_are_part_of_its_recording():
+    scaled = ScaleLauncher()
 
-    @Counted
+    @CountedLauncher
     def launcher(x: Tensor) -> Tensor:
         return scaled.launcher(scaled.launcher(x, 2.0), 3.0)
 
@@ -243,10 +243,10 @@ def test_launchers_inside_a_launcher_are_part_of_it():
     assert launcher.calls == 2
 
 
-def test_torch_sums_what_a_kernel_has_written():
-    kernel = Kernel(scale_into)
+def test_sums_of_torch_between_launches_are_repeated():
+    kernel = FakeKernel(scale_into)
 
-    @Counted
+    @CountedLauncher
     def launcher(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y = x.new_empty(x.shape)
         kernel(x, y, 2.0)
@@ -264,17 +264,17 @@ def test_torch_sums_what_a_kernel_has_written():
     assert launcher.calls == 2
 
 
-def _cosine(x: Tensor, kernel: Kernel) -> Tensor:
+def _cosine(x: Tensor, kernel: FakeKernel) -> Tensor:
     y = x.new_empty(x.shape)
     kernel(x, y, 2.0)
     return y.cos()
 
 
-def _nothing(x: Tensor, kernel: Kernel) -> Tensor:
+def _nothing(x: Tensor, kernel: FakeKernel) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _hidden(x: Tensor, kernel: Kernel) -> Tensor:
+def _hidden(x: Tensor, kernel: FakeKernel) -> Tensor:
     y = x.new_empty(x.shape)
     kernel(HIDDEN, y, 2.0)
     return y
@@ -284,10 +284,10 @@ HIDDEN = torch.ones(3, 4)
 
 
 @pytest.mark.parametrize("launcher", [_cosine, _nothing, _hidden])
-def test_what_does_more_than_allocate_and_launch_runs_as_it_is(launcher):
-    kernel = Kernel(scale_into)
+def test_a_launcher_that_does_more_than_allocate_and_launch_is_not_recorded(launcher):
+    kernel = FakeKernel(scale_into)
 
-    @Counted
+    @CountedLauncher
     def call(x: Tensor) -> Any:
         return launcher(x, kernel)
 
@@ -297,17 +297,17 @@ def test_what_does_more_than_allocate_and_launch_runs_as_it_is(launcher):
 
 
 def test_a_kernel_that_triton_must_launch_is_not_recorded():
-    scaled = Scaled(known=False)
+    scaled = ScaleLauncher(known=False)
     for _ in range(5):
         scaled(torch.randn(3, 4))
     assert scaled.calls == 5
 
 
-def test_one_tensor_as_two_arguments_is_not_recorded():
-    """The next call may have two."""
-    kernel = Kernel(lambda a, b, y: y.copy_(a + b))
+def test_a_call_with_one_tensor_as_two_arguments_is_not_recorded():
+    """The next call may have two different tensors."""
+    kernel = FakeKernel(lambda a, b, y: y.copy_(a + b))
 
-    @Counted
+    @CountedLauncher
     def launcher(a: Tensor, b: Tensor) -> Tensor:
         y = a.new_empty(a.shape)
         kernel(a, b, y)
@@ -335,18 +335,18 @@ def test_a_launcher_that_raises_leaves_no_recording():
     launcher(torch.ones(3))
 
 
-def test_hooks_see_every_launch_of_the_launcher(monkeypatch):
-    scaled = Scaled()
+def test_calls_with_launch_hooks_are_not_recorded(monkeypatch):
+    scaled = ScaleLauncher()
     monkeypatch.setattr(_replay, "has_hooks", lambda: True)
     for _ in range(4):
         scaled(torch.randn(3, 4))
     assert scaled.calls == 4
 
 
-def test_new_memory_is_filled_in_deterministic_mode():
-    kernel = Kernel(lambda x, y: None)
+def test_repeated_calls_fill_new_memory_in_deterministic_mode():
+    kernel = FakeKernel(lambda x, y: None)
 
-    @Counted
+    @CountedLauncher
     def launcher(x: Tensor) -> Tensor:
         y = x.new_empty(x.shape)
         kernel(x, y)
@@ -357,17 +357,17 @@ def test_new_memory_is_filled_in_deterministic_mode():
         for _ in range(4):
             assert launcher(torch.ones(3)).isnan().all()
     finally:
-        torch.use_deterministic_algorithms(True, warn_only=True)  # as conftest.py has it
+        torch.use_deterministic_algorithms(True, warn_only=True)  # as in conftest.py
     assert launcher.calls == 2
 
 
-def test_another_thread_does_not_end_up_in_a_recording():
-    inner, seen = Scaled(), []
-    kernel = Kernel(scale_into)
+def test_launches_of_another_thread_are_not_recorded():
+    inner, thread_results = ScaleLauncher(), []
+    kernel = FakeKernel(scale_into)
 
     @replayed
     def launcher(x: Tensor) -> Tensor:
-        thread = threading.Thread(target=lambda: seen.append(inner(torch.ones(2))))
+        thread = threading.Thread(target=lambda: thread_results.append(inner(torch.ones(2))))
         thread.start()
         thread.join()
         y = x.new_empty(x.shape)
@@ -378,100 +378,100 @@ def test_another_thread_does_not_end_up_in_a_recording():
         x = torch.randn(3, 4)
         assert torch.equal(launcher(x), 2 * x)
     assert kernel.launches == 4
-    assert inner.kernel.launches == len(seen)
-    assert 2 <= len(seen) <= 4
+    assert inner.kernel.launches == len(thread_results)
+    assert 2 <= len(thread_results) <= 4
 
 
-def test_it_does_not_grow_without_end(monkeypatch):
+def test_the_number_of_recorded_calls_is_bounded(monkeypatch):
     monkeypatch.setattr(_replay, "_MOST_CALLS", 3)
-    scaled = Scaled()
+    scaled = ScaleLauncher()
     for size in [*range(1, 9), *range(1, 9)]:
         scaled(torch.randn(size))
     assert scaled.calls == 16
 
 
-def test_views_of_what_it_makes_are_made_anew():
-    """Such as what remains of a product that was padded."""
-    kernel = Kernel(scale_into)
+def test_views_of_allocations_are_created_in_every_call():
+    """For example, the result of a padded GEMM is cropped by a view."""
+    kernel = FakeKernel(scale_into)
 
-    @Counted
+    @CountedLauncher
     def launcher(x: Tensor) -> tuple[Tensor, ...]:
         y = x.new_empty(x.shape)
         kernel(x, y, 2.0)
-        product = torch.mm(y, y.t())
-        return product[:2, :2], product.sum(0).view(2, 2), y[1], x[1:], F.pad(y, (0, 2))
+        gemm = torch.mm(y, y.t())
+        return gemm[:2, :2], gemm.sum(0).view(2, 2), y[1], x[1:], F.pad(y, (0, 2))
 
     for _ in range(4):
         x = torch.randn(4, 4)
-        cropped, sums, row, given, padded = launcher(x)
+        cropped, sums, row, input_view, padded = launcher(x)
         assert torch.equal(padded, F.pad(2 * x, (0, 2)))
-        product = 2 * x @ (2 * x).t()
-        assert torch.equal(cropped, product[:2, :2])
-        assert torch.equal(sums, product.sum(0).view(2, 2))
+        gemm = 2 * x @ (2 * x).t()
+        assert torch.equal(cropped, gemm[:2, :2])
+        assert torch.equal(sums, gemm.sum(0).view(2, 2))
         assert torch.equal(row, 2 * x[1])
-        assert given.data_ptr() == x[1:].data_ptr()
+        assert input_view.data_ptr() == x[1:].data_ptr()
         assert cropped.stride() == (4, 1)
     assert launcher.calls == 2
 
 
-def test_memory_that_has_served_is_free_for_the_next_product(monkeypatch):
-    alive, made = [], []
-    kernel = Kernel(scale_into)
-    new = _replay._empty_strided
+def test_buffers_are_freed_before_the_next_gemm(monkeypatch):
+    alive, storages = [], []
+    kernel = FakeKernel(scale_into)
+    original_empty = _replay._empty_strided
 
-    def watch(*args: Any) -> Tensor:
-        alive.append([not storage.expired() for storage in made])
-        y = new(*args)
-        made.append(StorageWeakRef(y.untyped_storage()))
+    def recording_empty(*args: Any) -> Tensor:
+        alive.append([not storage.expired() for storage in storages])
+        y = original_empty(*args)
+        storages.append(StorageWeakRef(y.untyped_storage()))
         return y
 
     @replayed
     def launcher(x: Tensor) -> tuple[Tensor, Tensor]:
-        room, kept = x.new_empty(x.shape), x.new_zeros(x.shape)
-        kernel(x, room, 2.0)
-        kernel(room, kept, 3.0)
-        product = torch.mm(room, room)
-        del room
-        last = x.new_empty(x.shape)
-        kernel(product, last, 1.0)
-        return kept, torch.mm(last, last)
+        buffer, output = x.new_empty(x.shape), x.new_zeros(x.shape)
+        kernel(x, buffer, 2.0)
+        kernel(buffer, output, 3.0)
+        gemm = torch.mm(buffer, buffer)
+        del buffer
+        last_buffer = x.new_empty(x.shape)
+        kernel(gemm, last_buffer, 1.0)
+        return output, torch.mm(last_buffer, last_buffer)
 
-    monkeypatch.setattr(_replay, "_empty_strided", watch)
+    monkeypatch.setattr(_replay, "_empty_strided", recording_empty)
     for _ in range(3):
         x = torch.randn(4, 4)
-        kept, product = launcher(x)
+        output, gemm = launcher(x)
         square = 2 * x @ (2 * x)
-        assert torch.equal(kept, 6 * x)
-        assert torch.equal(product, square @ square)
+        assert torch.equal(output, 6 * x)
+        assert torch.equal(gemm, square @ square)
     assert alive == [[], [True], [False, True]], "the room is gone when the last is allocated"
 
 
-def test_torchs_functions_see_views_as_they_are():
-    """A kernel takes a view for its first element; a product by torch needs its strides."""
-    kernel = Kernel(scale_into)
+def test_functions_of_torch_get_views_with_their_strides():
+    """A kernel reads a view from its first element; torch's GEMM also needs its strides."""
+    kernel = FakeKernel(scale_into)
 
     @replayed
     def launcher(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         y = x.new_empty(x.shape)
         kernel(x, y, 2.0)
-        product = torch.mm(y, w.t())
+        gemm = torch.mm(y, w.t())
         if bias is not None:
-            product.add_(bias)
+            gemm.add_(bias)
         padded = torch.mm(y[:, :2], w[:, :2].t()).to(torch.float64)
-        return product, padded
+        return gemm, padded
 
     for bias in (None, torch.randn(5)):
         for _ in range(4):
             x, w = torch.randn(3, 4), torch.randn(5, 4)
-            product, padded = launcher(x, w, bias)
-            wanted = 2 * x @ w.t()
-            assert torch.equal(product, wanted if bias is None else wanted + bias)
+            gemm, padded = launcher(x, w, bias)
+            expected = 2 * x @ w.t()
+            assert torch.equal(gemm, expected if bias is None else expected + bias)
             assert torch.equal(padded, (2 * x[:, :2] @ w[:, :2].t()).double())
             assert padded.dtype == torch.float64
 
 
-def test_what_is_given_may_be_returned_and_one_result_twice():
-    kernel = Kernel(scale_into)
+def test_an_argument_may_be_returned_and_a_result_twice():
+    kernel = FakeKernel(scale_into)
 
     @replayed
     def launcher(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
@@ -481,13 +481,13 @@ def test_what_is_given_may_be_returned_and_one_result_twice():
 
     for _ in range(4):
         x, scale = torch.randn(3, 4), torch.randn(1)
-        y, given, same = launcher(x, scale)
+        y, returned_scale, second_y = launcher(x, scale)
         assert torch.equal(y, x * 2)
-        assert given is scale
-        assert same is y
+        assert returned_scale is scale
+        assert second_y is y
 
 
-def test_a_step_into_part_of_an_allocation():
+def test_a_copy_into_part_of_an_allocation_is_repeated():
     @replayed
     def launcher(x: Tensor) -> Tensor:
         y = x.new_zeros((4, 4))
@@ -496,17 +496,17 @@ def test_a_step_into_part_of_an_allocation():
 
     for _ in range(4):
         x = torch.randn(3, 2)
-        wanted = torch.zeros(4, 4)
-        wanted[:3, :2] = x
-        assert torch.equal(launcher(x), wanted)
+        expected = torch.zeros(4, 4)
+        expected[:3, :2] = x
+        assert torch.equal(launcher(x), expected)
 
 
-def test_a_plan_is_the_body_where_somebody_watches(monkeypatch):
-    kernel, seen = Kernel(scale_into), []
+def test_a_planned_function_runs_its_body_under_autograd_and_profilers(monkeypatch):
+    kernel, grad_enabled = FakeKernel(scale_into), []
 
     @declare.planned
     def body(inputs: list[Tensor], factor: float) -> Tensor:
-        seen.append(torch.is_grad_enabled())
+        grad_enabled.append(torch.is_grad_enabled())
         y = inputs[0].new_empty(inputs[0].shape)
         kernel(inputs[0], y, factor)
         return y
@@ -515,17 +515,17 @@ def test_a_plan_is_the_body_where_somebody_watches(monkeypatch):
         for _ in range(4):
             x = torch.randn(3)
             assert torch.equal(body([x], 2.0), x * 2)
-    assert seen == [False] * 2
+    assert grad_enabled == [False] * 2
     for _ in range(4):
         body([x], 2.0)
-    assert seen == [False] * 2 + [True] * 4, "autograd would not see a plan's steps"
+    assert grad_enabled == [False] * 2 + [True] * 4, "autograd would not see a plan's steps"
     with torch.no_grad(), torch.profiler.profile(activities=[ProfilerActivity.CPU]):
         body([x], 2.0)
-    assert len(seen) == 7
+    assert len(grad_enabled) == 7
 
 
-def test_a_tensor_by_name_is_not_remembered():
-    @Counted
+def test_a_launcher_with_a_tensor_as_keyword_argument_is_not_recorded():
+    @CountedLauncher
     def launcher(x: Tensor, other: Tensor) -> Tensor:
         return torch.sum(x, 0, out=other.new_empty(x.shape[1]))
 
@@ -535,13 +535,13 @@ def test_a_tensor_by_name_is_not_remembered():
     assert launcher.calls == 4
 
 
-def test_a_descriptor_is_made_anew_of_each_call_s_tensors():
-    kernel = Kernel(lambda x, y: y.base.copy_(x.base * 3))
-    held = []
+def test_tensor_descriptors_are_created_from_the_tensors_of_each_call():
+    kernel = FakeKernel(lambda x, y: y.base.copy_(x.base * 3))
+    references = []
 
     @replayed
     def launcher(x: Tensor) -> Tensor:
-        held.append(weakref.ref(x))
+        references.append(weakref.ref(x))
         y = x.new_empty(x.shape)
         rows = y.view(-1, 16)
         kernel(
@@ -553,6 +553,6 @@ def test_a_descriptor_is_made_anew_of_each_call_s_tensors():
         x = torch.randn(3, 2, 16).view(6, 16)
         assert torch.equal(launcher(x), x * 3)
     assert kernel.launches == 5
-    assert len(held) == 2
+    assert len(references) == 2
     del x
-    assert held[1]() is None, "a plan keeps no tensor"
+    assert references[1]() is None, "a plan keeps no tensor"

@@ -1,4 +1,4 @@
-"""Every mask with every feature of attention: outputs and gradients against float64."""
+"""Attention with every combination of mask and feature: outputs and gradients against float64."""
 
 from contextlib import nullcontext
 from unittest import mock
@@ -40,7 +40,7 @@ def sizes_of(mask):
 
 
 def visible_of(mask, sizes):
-    """The visibility of the oracle."""
+    """The visibility function for the oracle."""
     if mask.mask_type == "arbitrary":
         return None
     causal, padded, diagonal = DIAGONALS[mask.mask_type]
@@ -53,14 +53,14 @@ def visible_of(mask, sizes):
 
 
 def spans_of(mask, sizes):
-    """Sk - Sq of each sequence, to which ALiBi is aligned."""
+    """Sk - Sq of each sequence; ALiBi is aligned to it."""
     if not mask.lengths:
         return [sizes.Sk - sizes.Sq] * sizes.B
     return [keys - queries for queries, keys in zip(*lengths_of(mask, sizes), strict=True)]
 
 
 def packed(x, lengths, gaps):
-    """``[B, S, ...]`` as thd; with NaN between the sequences if there are to be tokens."""
+    """``[B, S, ...]`` as thd; with ``gaps``, tokens of NaN lie between the sequences."""
     rows = []
     for row, length in zip(x, lengths, strict=True):
         rows.append(row[:length])
@@ -70,19 +70,22 @@ def packed(x, lengths, gaps):
 
 
 def padded(y, lengths, longest, gaps):
-    """The inverse: 0 where there is no token."""
+    """The inverse of ``packed``: ``[B, S, ...]`` with 0 as padding."""
     steps = [longest] * len(lengths) if gaps else lengths
     rows = [row[:n] for row, n in zip(y.split(steps), lengths, strict=True)]
     return torch.stack([F.pad(row, (0, 0, 0, longest - row.shape[0])) for row in rows])
 
 
 def run(module, mask, sizes, inputs, call):
-    """Output ``[B, Sq, H * Dv]``, and the largest scores if they are returned."""
+    """The output ``[B, Sq, H * Dv]``, and the largest scores if the module returns them."""
     gaps = "gaps" in mask.lengths
     lengths = lengths_of(mask, sizes)
     if "thd" in mask.lengths:
-        sides = (lengths[0], lengths[1], lengths[1])
-        inputs = [packed(x, its, gaps) for x, its in zip(inputs, sides, strict=True)]
+        lengths_of_inputs = (lengths[0], lengths[1], lengths[1])
+        inputs = [
+            packed(x, side_lengths, gaps)
+            for x, side_lengths in zip(inputs, lengths_of_inputs, strict=True)
+        ]
     y = module(*inputs, **call)
     y, largest = y if isinstance(y, tuple) else (y, None)
     if "thd" in mask.lengths:
@@ -96,21 +99,21 @@ def tiny_blocks(monkeypatch):
     monkeypatch.setattr(backends, "_LEAST_QUERIES", 2)
 
 
-# In blocks of two queries, the module says so.
+# The module warns about the blocks of two queries.
 @pytest.mark.filterwarnings("ignore:this DotProductAttention runs by the backend")
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("kind", MASKS)
-def test_against_float64(kind, feature, monkeypatch):
+def test_every_mask_with_every_feature_equals_float64(kind, feature, monkeypatch):
     mask, options = MASKS[kind], FEATURES[feature]
     sizes = sizes_of(mask)
     B, Sq, Sk, H, G, D, Dv = sizes
     q, k, v = torch.randn(B, Sq, H, D), torch.randn(B, Sk, G, D), torch.randn(B, Sk, G, Dv)
     dy = torch.randn(B, Sq, H * Dv)
     call = arguments(mask, options, sizes, torch.randn, mask.window)
-    visible, extra = visible_of(mask, sizes), {}
+    visible, oracle_options = visible_of(mask, sizes), {}
     if mask.mask_type == "arbitrary":
         hidden = call["attention_mask"]
-        hidden[:, :, 2] = True  # a query that sees nothing
+        hidden[:, :, 2] = True  # a fully masked query
 
         def visible(b, h, i, j):
             return not hidden[b, 0, i, j]
@@ -119,39 +122,41 @@ def test_against_float64(kind, feature, monkeypatch):
         mask, options, sizes, backends=("reference",) if "dropout" in feature else BACKENDS
     )
     parameters = [module.softmax_offset] if feature == "sinks" else []
-    exact = oracle.leaves(*(x.double() for x in (q, k, v, *parameters)))
+    exact_leaves = oracle.leaves(*(x.double() for x in (q, k, v, *parameters)))
     for x in parameters:
         torch.nn.init.normal_(x)
-        exact[3].data.copy_(x)
+        exact_leaves[3].data.copy_(x)
     if "core_attention_bias" in call:
         bias = call["core_attention_bias"].requires_grad_()
         parameters.append(bias)
-        exact.append(bias.detach().double().requires_grad_())
-        extra["bias"] = exact[-1].expand(B, H, Sq, Sk)
+        exact_leaves.append(bias.detach().double().requires_grad_())
+        oracle_options["bias"] = exact_leaves[-1].expand(B, H, Sq, Sk)
     if feature == "ALiBi":
         span = torch.tensor(spans_of(mask, sizes)).view(B, 1, 1, 1)
         distance = torch.arange(Sq).view(-1, 1) + span - torch.arange(Sk)
-        extra["bias"] = -alibi_slopes(H).view(H, 1, 1) * distance
+        oracle_options["bias"] = -alibi_slopes(H).view(H, 1, 1) * distance
     if feature in ("off-by-one", "sinks"):
-        extra["sinks"] = exact[3] if feature == "sinks" else torch.zeros(H).double()
+        oracle_options["sinks"] = exact_leaves[3] if feature == "sinks" else torch.zeros(H).double()
     if feature == "dropout":
         torch.manual_seed(7)
-        extra["kept"] = F.dropout(torch.ones(B, H, Sq, Sk), 0.25)
+        oracle_options["dropout_factors"] = F.dropout(torch.ones(B, H, Sq, Sk), 0.25)
     maxima = [[] for _ in range(H)]
     softcap = options.get("softcap", 0.0)
-    expected = oracle.attend(*exact[:3], visible, softcap=softcap, maxima=maxima, **extra)
-    wanted = [expected, *oracle.gradients(expected, exact, dy)]
-    for blocks in (False, True):
-        if blocks:
+    expected = oracle.attend(
+        *exact_leaves[:3], visible, softcap=softcap, maxima=maxima, **oracle_options
+    )
+    expected_tensors = [expected, *oracle.gradients(expected, exact_leaves, dy)]
+    for in_blocks in (False, True):
+        if in_blocks:
             monkeypatch.setattr(backends, "MOST_SCORES", 0)
             monkeypatch.setattr(backends, "_LEAST_QUERIES", 2)
             if feature == "dropout":
-                continue  # each block drops others
-        mine = oracle.leaves(q, k, v)
+                continue  # each block draws other dropout
+        leaves = oracle.leaves(q, k, v)
         torch.manual_seed(7)
-        y, largest = run(module, mask, sizes, mine, call)
-        found = [y, *oracle.gradients(y, [*mine, *parameters], dy)]
-        oracle.assert_close(found, wanted, torch.float32)
+        y, largest = run(module, mask, sizes, leaves, call)
+        actual_tensors = [y, *oracle.gradients(y, [*leaves, *parameters], dy)]
+        oracle.assert_close(actual_tensors, expected_tensors, torch.float32)
         assert (largest is None) is (feature != "max logit")
         if largest is not None:
             assert largest.tolist() == pytest.approx([max(scores) for scores in maxima], rel=1e-5)
@@ -161,7 +166,7 @@ def test_against_float64(kind, feature, monkeypatch):
 @pytest.mark.parametrize("kind", ["window `(w, 0)`", "padding, causal", "bottom-right causal"])
 @pytest.mark.parametrize("names", [BACKENDS, ("reference",)], ids=["default", "reference"])
 def test_blocks_drop_the_same_probabilities_in_backward(kind, names, tiny_blocks):
-    """Values that are unit vectors show the probabilities: dv is theirs, transposed, times dy."""
+    """With unit vectors as values, the output is the probabilities p, and dv must be p.T @ dy."""
     mask = MASKS[kind]
     sizes = sizes_of(mask)._replace(G=4, Dv=sizes_of(mask).Sk)
     module = build(mask, FEATURES["dropout"], sizes, backends=names)
@@ -180,8 +185,8 @@ def test_blocks_drop_the_same_probabilities_in_backward(kind, names, tiny_blocks
 @pytest.mark.filterwarnings("ignore:.*flex_attention:UserWarning")  # uncompiled, as on the CPU
 @pytest.mark.parametrize("feature", [name for name in FEATURES if name not in ("bias", "dropout")])
 @pytest.mark.parametrize("kind", [kind for kind, mask in MASKS.items() if "thd" in mask.lengths])
-def test_flex_takes_packed_sequences_where_they_lie(kind, feature, device):
-    """What rows give; on a GPU gradients, too. No row is as long as the longest sequence."""
+def test_flex_attends_to_packed_sequences_without_unpacking(kind, feature, device):
+    """Flex gives the results of the reference without unpacking, on a GPU gradients, too."""
     on_gpu = device.type == "cuda"
     if feature == "max logit" and not on_gpu:
         pytest.skip("flex does not give the largest scores there")
@@ -200,16 +205,16 @@ def test_flex_takes_packed_sequences_where_they_lie(kind, feature, device):
             y, largest = run(module, mask, sizes, inputs, call)
         grads = oracle.gradients(y, inputs, dy) if on_gpu else []
         results.append([y, *grads, *([] if largest is None else [largest])])
-    for found, expected in zip(*results, strict=True):
-        bound = 2.0**-7 if found.is_cuda else 1e-6  # TF32
-        assert (found - expected).norm() <= bound * expected.norm()
+    for actual, expected in zip(*results, strict=True):
+        bound = 2.0**-7 if actual.is_cuda else 1e-6  # TF32
+        assert (actual - expected).norm() <= bound * expected.norm()
 
 
 @pytest.mark.parametrize(
     "kind", ["causal", "window `(w, 0)`", "thd, causal", "thd, window `(w, 0)`"]
 )
-def test_sinks_in_fp8(kind, device):
-    """As in high precision, to the noise of the casts; the sinks' gradient, too."""
+def test_sinks_in_fp8_attention_stay_within_the_noise_of_casts(kind, device):
+    """Results and the gradient of the sinks equal those in high precision but for cast noise."""
     mask = MASKS[kind]
     sizes = Sizes(2, 40, 40, 4, 2, 16, 16)
     module = build(mask, FEATURES["sinks"], sizes).to(device)
@@ -224,29 +229,29 @@ def test_sinks_in_fp8(kind, device):
     for enabled in (False, True):
         with float8lab.autocast(enabled, recipe=recipes.Float8CurrentScaling(fp8_dpa=True)):
             y, _ = run(module, mask, sizes, inputs, call)
-        dy = y.detach() if dy is None else dy  # a loss of which the sinks' terms have one sign
+        dy = y.detach() if dy is None else dy  # with this loss the sinks' terms have one sign
         results.append([y, *oracle.gradients(y, [*inputs, module.softmax_offset], dy)])
-    for expected, found in zip(*results, strict=True):
-        noise = (found.double() - expected.double()).norm() / expected.double().norm()
+    for expected, actual in zip(*results, strict=True):
+        noise = (actual.double() - expected.double()).norm() / expected.double().norm()
         assert 0 < noise < 10 ** (-22 / 20)
 
 
-def test_no_combination_holds_all_scores_and_the_page_says_what_runs():
+def test_memory_is_linear_for_every_combination_and_the_page_is_up_to_date():
     for kind, mask in MASKS.items():
         for name, feature in FEATURES.items():
-            found = decide(mask, feature)
-            linear = found.backend in ("sdpa", "flex") or found.block is not None
+            decision = decide(mask, feature)
+            linear = decision.backend in ("sdpa", "flex") or decision.block is not None
             assert linear or gives_matrix(mask, feature), (kind, name)
     for D, Dv in HEADS.values():
-        found = decide(MASKS["causal"], {}, LARGE._replace(D=D, Dv=Dv))
-        assert found.backend in ("sdpa", "flex")
+        decision = decide(MASKS["causal"], {}, LARGE._replace(D=D, Dv=Dv))
+        assert decision.backend in ("sdpa", "flex")
     page = PAGE.read_text()
     assert page_with(render(), page) == page, "run python -m tests.docs.attention_table"
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one"])
-def test_a_cache_has_softcaps_and_sinks(softcap, softmax_type):
+def test_cached_attention_applies_softcaps_and_sinks(softcap, softmax_type):
     module = DotProductAttention(2, 8, layer_number=1, softmax_type=softmax_type)
     q, k, v = torch.randn(3, 6, 1, 2, 8)
     cache, parts = InferenceParams(1, 8), []
@@ -259,7 +264,7 @@ def test_a_cache_has_softcaps_and_sinks(softcap, softmax_type):
     torch.testing.assert_close(torch.cat(parts), expected)
 
 
-def test_a_module_says_once_that_it_runs_in_blocks(tiny_blocks):
+def test_a_module_warns_once_that_it_runs_in_blocks(tiny_blocks):
     module = DotProductAttention(2, 4, window_size=(2, 0))
     q, k, v = torch.randn(3, 5, 1, 2, 4)
     with pytest.warns(UserWarning, match="'sdpa_masked', 2 queries at a time: .* flex: it is fu"):

@@ -1,4 +1,4 @@
-"""DotProductAttention: every parameter's effect; outputs and gradients against float64."""
+"""DotProductAttention: the effect of every parameter; outputs and gradients against float64."""
 
 import contextlib
 import copy
@@ -27,7 +27,8 @@ from tests.nn.attention import oracle
 B, SQ, SK, H, G, D = 2, 5, 7, 4, 2, 8
 Q_LENGTHS, KV_LENGTHS = [3, 5], [7, 4]
 
-# Mask type -> whether causal, whether padded, and where query 0 stands: diagonal of (Sq, Sk).
+# Mask type -> whether it is causal, whether it has padding, and the key at which query 0 is, as a
+# function of (Sq, Sk).
 MASKS = {
     "no_mask": (False, False, lambda sq, sk: sk - sq),
     "padding": (False, True, lambda sq, sk: sk - sq),
@@ -46,7 +47,7 @@ def make(sq=SQ, sk=SK, *, h=H, g=G, d=D, dv=D, dtype=torch.float32, device="cpu"
 
 
 def visible_of(mask_type, window, sq=SQ, sk=SK):
-    """The visibility of the oracle, for cross attention padded to the lengths above."""
+    """The visibility function for the oracle; padded types have the lengths above."""
     causal, padded, diagonal = MASKS[mask_type]
     left, right = window or (-1, -1)
     right = 0 if causal else right
@@ -63,7 +64,7 @@ def padding_mask(lengths, size):
 
 
 def masks_of(mask_type):
-    """Of the queries and of the keys, where the type has padding."""
+    """The padding masks of the queries and of the keys if the type has padding."""
     padded = "padding" in mask_type
     return (padding_mask(Q_LENGTHS, SQ), padding_mask(KV_LENGTHS, SK)) if padded else None
 
@@ -77,13 +78,16 @@ def sbhd(*tensors):
 
 
 def check(module, tensors, visible, *, bias=None, scale=None, **kwargs):
-    """Output and every gradient of a bshd call."""
+    """Compares the output and every gradient of a bshd call with the oracle."""
     *inputs, dy = tensors
-    mine, exact = oracle.leaves(*inputs), oracle.leaves(*(t.double() for t in inputs))
-    y, expected = module(*mine, **kwargs), oracle.attend(*exact, visible, bias=bias, scale=scale)
+    leaves, exact_leaves = oracle.leaves(*inputs), oracle.leaves(*(t.double() for t in inputs))
+    y, expected = (
+        module(*leaves, **kwargs),
+        oracle.attend(*exact_leaves, visible, bias=bias, scale=scale),
+    )
     oracle.assert_close(
-        [y, *oracle.gradients(y, mine, dy)],
-        [expected, *oracle.gradients(expected, exact, dy)],
+        [y, *oracle.gradients(y, leaves, dy)],
+        [expected, *oracle.gradients(expected, exact_leaves, dy)],
         inputs[0].dtype,
     )
 
@@ -91,7 +95,7 @@ def check(module, tensors, visible, *, bias=None, scale=None, **kwargs):
 @each_mask
 @each_window
 @pytest.mark.parametrize("backends", [BACKENDS, ("reference",)], ids=["default", "reference"])
-def test_every_mask_and_window(mask_type, window, backends):
+def test_every_mask_and_window_equals_float64(mask_type, window, backends):
     module = bshd_attention(
         attn_mask_type=mask_type, window_size=window, attention_type="cross", backends=backends
     )
@@ -99,11 +103,11 @@ def test_every_mask_and_window(mask_type, window, backends):
     check(module, make(), visible_of(mask_type, window), attention_mask=mask)
 
 
-# Uncompiled, as it is on the CPU, FlexAttention says that it is slow.
+# FlexAttention warns that it is slow when it is not compiled, as on the CPU.
 @pytest.mark.filterwarnings("ignore:.*flex_attention:UserWarning")
 @each_mask
 @pytest.mark.parametrize("window", [None, (3, 1)], ids=str)
-def test_flex_agrees_in_forward(mask_type, window):
+def test_the_forward_of_flex_equals_the_reference(mask_type, window):
     module = bshd_attention(
         attn_mask_type=mask_type, window_size=window, attention_type="cross", backends=("flex",)
     )
@@ -119,17 +123,17 @@ def test_flex_agrees_in_forward(mask_type, window):
 
 @each_mask
 @pytest.mark.parametrize("qkv_format", ["sbhd", "bshd", "thd"])
-def test_formats_and_cu_seqlens(mask_type, qkv_format):
-    """All formats give what bshd with masks gives."""
+def test_every_format_equals_float64(mask_type, qkv_format):
+    """All formats give the results of bshd with masks."""
     _, padded, _ = MASKS[mask_type]
     if qkv_format == "thd" and not padded:
         pytest.skip("thd has several lengths")
     q, k, v, dy = make()
     visible = visible_of(mask_type, (4, 3))
-    exact = oracle.leaves(*(t.double() for t in (q, k, v)))
-    expected = oracle.attend(*exact, visible)
-    expected_grads = oracle.gradients(expected, exact, dy)
-    mine = oracle.leaves(q, k, v)
+    exact_leaves = oracle.leaves(*(t.double() for t in (q, k, v)))
+    expected = oracle.attend(*exact_leaves, visible)
+    expected_grads = oracle.gradients(expected, exact_leaves, dy)
+    leaves = oracle.leaves(q, k, v)
     module = DotProductAttention(
         H, D, num_gqa_groups=G, attn_mask_type=mask_type, attention_type="cross"
     )
@@ -138,16 +142,16 @@ def test_formats_and_cu_seqlens(mask_type, qkv_format):
         lengths = {
             "cu_seqlens_q": cumulative(Q_LENGTHS), "cu_seqlens_kv": cumulative(KV_LENGTHS)
         }  # fmt: skip
-    given = mine
+    inputs = leaves
     if qkv_format == "sbhd":
-        given = sbhd(*mine)
+        inputs = sbhd(*leaves)
     if qkv_format == "thd":
         sizes = (Q_LENGTHS, KV_LENGTHS, KV_LENGTHS)
-        given = [
-            torch.cat([x[b, :n] for b, n in enumerate(ns)])
-            for x, ns in zip(mine, sizes, strict=True)
+        inputs = [
+            torch.cat([x[b, :n] for b, n in enumerate(side_lengths)])
+            for x, side_lengths in zip(leaves, sizes, strict=True)
         ]
-    y = module(*given, qkv_format=qkv_format, window_size=(4, 3), **lengths)
+    y = module(*inputs, qkv_format=qkv_format, window_size=(4, 3), **lengths)
     if qkv_format == "sbhd":
         assert y.shape == (SQ, B, H * D)
         y = y.transpose(0, 1)
@@ -157,14 +161,14 @@ def test_formats_and_cu_seqlens(mask_type, qkv_format):
         for b, part in enumerate(y.split(Q_LENGTHS)):
             padded_y[b, : len(part)] = part
         y = padded_y
-    grads = oracle.gradients(y, mine, dy)
+    grads = oracle.gradients(y, leaves, dy)
     oracle.assert_close([y, *grads], [expected, *expected_grads], torch.float32)
 
 
 @pytest.mark.parametrize("names", [("q", "kv"), ("q",)], ids=["", "those-of-queries"])
 @pytest.mark.parametrize("pad_between_seqs", [None, True])
-def test_thd_with_unused_tokens_and_given_longest(pad_between_seqs, names):
-    """cu_seqlens_*_padded: sequences start at these; max_seqlen_* spares a look at the lengths."""
+def test_thd_ignores_unused_tokens_and_takes_given_maximum_lengths(pad_between_seqs, names):
+    """cu_seqlens_*_padded are the starts of sequences; max_seqlen_* saves reading the lengths."""
     q, k, v, _ = make(5, 5)
     starts, lengths = [0, 4], [3, 2]
     module = DotProductAttention(H, D, num_gqa_groups=G, qkv_format="thd",
@@ -172,13 +176,15 @@ def test_thd_with_unused_tokens_and_given_longest(pad_between_seqs, names):
     compact = [torch.cat([x[0, :3], x[1, :2]]) for x in (q, k, v)]
     call = {"cu_seqlens_q": cumulative(lengths), "attn_mask_type": "causal,padding"}
     expected = module(*compact, **call)
-    spread = [torch.full((7, *x.shape[2:]), torch.nan) for x in (q, k, v)]
-    for x, c in zip(spread, compact, strict=True):
+    with_gaps = [torch.full((7, *x.shape[2:]), torch.nan) for x in (q, k, v)]
+    for x, c in zip(with_gaps, compact, strict=True):
         x[0:3], x[4:6] = c[:3], c[3:]
     padded = torch.tensor([*starts, 7], dtype=torch.int32)
     call = {f"cu_seqlens_{name}": cumulative(lengths) for name in names}
     call |= {f"cu_seqlens_{name}_padded": padded for name in names}
-    y = module(*spread, **call, max_seqlen_q=4, max_seqlen_kv=4, pad_between_seqs=pad_between_seqs)
+    y = module(
+        *with_gaps, **call, max_seqlen_q=4, max_seqlen_kv=4, pad_between_seqs=pad_between_seqs
+    )
     assert torch.allclose(torch.cat([y[0:3], y[4:6]]), expected, atol=1e-6)
     assert torch.equal(y[[3, 6]], torch.zeros(2, H * D))
 
@@ -186,8 +192,8 @@ def test_thd_with_unused_tokens_and_given_longest(pad_between_seqs, names):
 @pytest.mark.parametrize("qkv_format", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("dim", [-3, -2])
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-def test_packed_inputs_are_views_of_one_tensor(qkv_format, dim, compiled):
-    """The packed tensor gets the gradients of its parts."""
+def test_packed_inputs_equal_separate_ones_with_their_gradients(qkv_format, dim, compiled):
+    """The gradient of the packed tensor holds the gradients of its parts."""
     lengths = {}
     if qkv_format == "thd":
         lengths = {"cu_seqlens_q": cumulative([3, 2]), "max_seqlen_q": 3, "max_seqlen_kv": 3}
@@ -199,7 +205,7 @@ def test_packed_inputs_are_views_of_one_tensor(qkv_format, dim, compiled):
     parts = oracle.leaves(q, k, v)
     expected = module(*parts, **lengths)
     dy = torch.randn_like(expected)
-    wanted = oracle.gradients(expected, parts, dy)
+    expected_grads = oracle.gradients(expected, parts, dy)
     (qkv,) = oracle.leaves(torch.stack((q, k, v), dim))
     query, kv = oracle.leaves(q, torch.stack((k, v), dim))
     for inputs, packed in (
@@ -209,16 +215,16 @@ def test_packed_inputs_are_views_of_one_tensor(qkv_format, dim, compiled):
         y = call(**inputs, qkv_interleave_dim=dim, **lengths)
         grads = oracle.gradients(y, packed, dy)
         assert torch.equal(y, expected)
-        assert torch.equal(grads[-1], torch.stack(wanted[3 - grads[-1].shape[dim] :], dim))
-        assert len(grads) == 1 or torch.equal(grads[0], wanted[0])
+        assert torch.equal(grads[-1], torch.stack(expected_grads[3 - grads[-1].shape[dim] :], dim))
+        assert len(grads) == 1 or torch.equal(grads[0], expected_grads[0])
 
 
 @pytest.mark.parametrize("shape", [(SQ, SK), (1, 1, SK), (B, 1, SQ, SK), (B, H, SQ, SK)], ids=str)
-def test_arbitrary_mask(shape):
+def test_an_arbitrary_mask_equals_float64(shape):
     masked = torch.rand(shape) < 0.4
     masked[..., 0] = False
     if len(shape) == 4:
-        masked[1, 0, 2] = True  # a query that sees nothing
+        masked[1, 0, 2] = True  # a fully masked query
     full = masked.expand(B, H, SQ, SK)
     module = bshd_attention(attn_mask_type="arbitrary")
     check(module, make(), lambda b, h, i, j: not full[b, h, i, j], attention_mask=masked)
@@ -227,38 +233,41 @@ def test_arbitrary_mask(shape):
 @pytest.mark.parametrize("mask_type", ["no_mask", "causal", "padding"])
 @pytest.mark.parametrize("bias_type", ["pre_scale_bias", "post_scale_bias"])
 @pytest.mark.parametrize("shape", [(1, H, SQ, SK), (B, H, SQ, SK), (1, 1, SQ, SK)], ids=str)
-def test_bias_and_its_gradient(mask_type, bias_type, shape):
+def test_a_bias_and_its_gradient_equal_float64(mask_type, bias_type, shape):
     q, k, v, dy = make()
     scale = 0.5
     bias = torch.randn(shape)
-    mine = oracle.leaves(q, k, v, bias)
-    exact = oracle.leaves(*(t.double() for t in (q, k, v, bias)))
+    leaves = oracle.leaves(q, k, v, bias)
+    exact_leaves = oracle.leaves(*(t.double() for t in (q, k, v, bias)))
     module = bshd_attention(attn_mask_type=mask_type, attention_type="cross", softmax_scale=scale)
     y = module(
-        *mine[:3], masks_of(mask_type),
-        core_attention_bias_type=bias_type, core_attention_bias=mine[3],
+        *leaves[:3], masks_of(mask_type),
+        core_attention_bias_type=bias_type, core_attention_bias=leaves[3],
     )  # fmt: skip
-    added = exact[3] * (scale if bias_type == "pre_scale_bias" else 1.0)
+    oracle_bias = exact_leaves[3] * (scale if bias_type == "pre_scale_bias" else 1.0)
     expected = oracle.attend(
-        *exact[:3], visible_of(mask_type, None), bias=added.expand(B, H, SQ, SK), scale=scale
+        *exact_leaves[:3],
+        visible_of(mask_type, None),
+        bias=oracle_bias.expand(B, H, SQ, SK),
+        scale=scale,
     )
     oracle.assert_close(
-        [y, *oracle.gradients(y, mine, dy)],
-        [expected, *oracle.gradients(expected, exact, dy)],
+        [y, *oracle.gradients(y, leaves, dy)],
+        [expected, *oracle.gradients(expected, exact_leaves, dy)],
         torch.float32,
     )
 
 
 @pytest.mark.parametrize("mask_type", ["no_mask", "causal", "padding_causal_bottom_right"])
 @pytest.mark.parametrize("slopes", [None, "heads", "batch"])
-def test_alibi(mask_type, slopes):
+def test_alibi_equals_a_float64_bias(mask_type, slopes):
     given = {"heads": torch.rand(H), "batch": torch.rand(B, H), None: None}[slopes]
-    used = alibi_slopes(H) if given is None else given
+    slope = alibi_slopes(H) if given is None else given
     padded = "padding" in mask_type
     span = [k - q for q, k in zip(Q_LENGTHS, KV_LENGTHS, strict=True)] if padded else [SK - SQ] * B
     i, j = torch.arange(SQ)[:, None], torch.arange(SK)
     bias = torch.stack(
-        [-used.view(-1, H)[b % used.view(-1, H).shape[0]].view(H, 1, 1) * (i + span[b] - j)
+        [-slope.view(-1, H)[b % slope.view(-1, H).shape[0]].view(H, 1, 1) * (i + span[b] - j)
          for b in range(B)]
     ).double()  # fmt: skip
     module = bshd_attention(attn_mask_type=mask_type, attention_type="cross")
@@ -277,15 +286,15 @@ def test_default_alibi_slopes_are_those_of_the_paper():
 def test_alibi_in_bfloat16_keeps_its_bias_in_float32():
     q, k, v = torch.randn(3, 1, 600, 1, 8).bfloat16()
     module = DotProductAttention(1, 8, qkv_format="bshd")
-    found = module.explain(q, k, v, core_attention_bias_type="alibi")
-    assert found.backend == "reference"
-    assert found.rejected["sdpa_masked"] == "it would round the bias to bfloat16"
+    explanation = module.explain(q, k, v, core_attention_bias_type="alibi")
+    assert explanation.backend == "reference"
+    assert explanation.rejected["sdpa_masked"] == "it would round the bias to bfloat16"
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4], ids=["mqa", "gqa", "mha"])
 @pytest.mark.parametrize("channels", [8, (8, 5)], ids=["", "v-channels"])
 @pytest.mark.parametrize("mask_type", ["causal", "causal_bottom_right", "no_mask"])
-def test_groups_and_channels(groups, channels, mask_type):
+def test_groups_and_channel_sizes_equal_float64(groups, channels, mask_type):
     module = DotProductAttention(
         4, channels, num_gqa_groups=groups, qkv_format="bshd", attn_mask_type=mask_type
     )
@@ -298,7 +307,7 @@ def test_groups_and_channels(groups, channels, mask_type):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16],
                          ids=str)  # fmt: skip
 @pytest.mark.parametrize("mask_type", ["causal", "padding"])
-def test_dtypes(dtype, mask_type):
+def test_every_dtype_is_near_float64(dtype, mask_type):
     module = bshd_attention(attn_mask_type=mask_type, attention_type="cross")
     visible = visible_of(mask_type, None)
     check(module, make(dtype=dtype), visible, attention_mask=masks_of(mask_type))
@@ -306,13 +315,13 @@ def test_dtypes(dtype, mask_type):
 
 @pytest.mark.parametrize(("sq", "sk"), [(0, 3), (3, 0), (1, 1), (1, 9), (9, 1)], ids=str)
 @pytest.mark.parametrize("mask_type", ["no_mask", "causal", "causal_bottom_right"])
-def test_edge_lengths(sq, sk, mask_type, device):
+def test_edge_lengths_equal_float64(sq, sk, mask_type, device):
     module = bshd_attention(attn_mask_type=mask_type)
     check(module, make(sq, sk, device=device), visible_of(mask_type, None, sq, sk))
 
 
 @pytest.mark.parametrize("ends", [None, [0], [0, 0, 0]], ids=["sbhd", "thd", "thd-of-empty"])
-def test_no_batch(ends, device):
+def test_an_empty_batch_gives_empty_outputs_and_gradients(ends, device):
     call = {}
     if ends is not None:
         ends = torch.tensor(ends, device=device)
@@ -326,7 +335,7 @@ def test_no_batch(ends, device):
     assert all(g.shape == q.shape for g in oracle.gradients(y, [q, k, v], dy))
 
 
-def test_softmax_scale_and_its_default():
+def test_softmax_scale_takes_effect_and_defaults_to_the_inverse_root():
     q, k, v, _ = make()
     plain = bshd_attention()
     scaled = bshd_attention(softmax_scale=0.25)
@@ -334,7 +343,7 @@ def test_softmax_scale_and_its_default():
     assert torch.allclose(scaled(q, k, v), plain(q * 0.25 * D**0.5, k, v), atol=1e-6)
 
 
-def test_under_torch_autocast_the_output_has_its_dtype():
+def test_torch_autocast_equals_inputs_of_its_dtype():
     q, k, v, _ = make()
     module = bshd_attention()
     for backends in (BACKENDS, ("reference",)):
@@ -344,7 +353,7 @@ def test_under_torch_autocast_the_output_has_its_dtype():
         assert torch.equal(y, module(q.bfloat16(), k.bfloat16(), v.bfloat16()))
 
 
-def test_float8_tensors_as_inputs():
+def test_float8_tensor_inputs_equal_their_dequantized_values():
     q, k, v, _ = make()
     module = bshd_attention()
     stored = [float8lab.quantize(x, block=(1, 1, 1, -1)) for x in (q, k, v)]
@@ -352,7 +361,7 @@ def test_float8_tensors_as_inputs():
 
 
 class Tracker:
-    """A generator state of its own, as tensor-parallel training keeps one."""
+    """An RNG state tracker with a separate generator state, as in tensor-parallel training."""
 
     def __init__(self, seed):
         self.states = {"model-parallel-rng": torch.Generator().manual_seed(seed).get_state()}
@@ -380,21 +389,21 @@ class Tracker:
         return Fork()
 
 
-def test_dropout_in_training_only():
+def test_dropout_acts_in_training_only_and_keeps_the_mean():
     module = DotProductAttention(2, 4, attention_dropout=0.25, attn_mask_type="no_mask")
     q, k = torch.zeros(40, 2, 2, 4), torch.zeros(50, 2, 2, 4)
     v = torch.ones(50, 2, 2, 4)
-    y, other = module(q, k, v), module(q, k, v)
+    y, second_y = module(q, k, v), module(q, k, v)
     assert torch.equal(module.eval()(q, k, v).round(decimals=3), torch.ones(40, 2, 8))
-    assert not torch.equal(y, other)
-    # Each of 50 equal probabilities is dropped with probability 1/4, and the rest scaled by 4/3.
+    assert not torch.equal(y, second_y)
+    # Dropout zeroes each of 50 equal probabilities with probability 1/4 and scales the rest by 4/3.
     counts = y * 50 * 0.75
     assert torch.allclose(counts, counts.round(), atol=0.05)
     assert y.mean().item() == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_dropout_draws_from_the_tracker(sequence_parallel):
+def test_dropout_draws_from_the_rng_tracker_unless_sequence_parallel(sequence_parallel):
     tracker = Tracker(7)
     module = DotProductAttention(
         2, 4, attention_dropout=0.5, get_rng_state_tracker=lambda: tracker,
@@ -409,12 +418,12 @@ def test_dropout_draws_from_the_tracker(sequence_parallel):
 
 
 @pytest.mark.parametrize("fp8", [None, "current", "delayed"])
-@pytest.mark.parametrize("tracked", [False, True], ids=["", "tracker"])
-def test_checkpoint_core_attention_saves_less_and_changes_nothing(fp8, tracked):
+@pytest.mark.parametrize("with_tracker", [False, True], ids=["", "tracker"])
+def test_checkpoint_core_attention_saves_memory_and_changes_no_result(fp8, with_tracker):
     recipe = None
     if fp8 is not None:
-        chosen = recipes.DelayedScaling if fp8 == "delayed" else recipes.Float8CurrentScaling
-        recipe = chosen(fp8_dpa=True)
+        recipe_class = recipes.DelayedScaling if fp8 == "delayed" else recipes.Float8CurrentScaling
+        recipe = recipe_class(fp8_dpa=True)
     results, saved = [], []
     for checkpointed in (False, True):
         torch.manual_seed(3)
@@ -422,19 +431,19 @@ def test_checkpoint_core_attention_saves_less_and_changes_nothing(fp8, tracked):
         module = bshd_attention(
             attention_dropout=0.0 if fp8 else 0.3,
             window_size=None if fp8 else (8, 0),
-            get_rng_state_tracker=(lambda t=tracker: t) if tracked else None,
+            get_rng_state_tracker=(lambda t=tracker: t) if with_tracker else None,
         )
         q, k, v, dy = make(24, 24)
         leaves = oracle.leaves(q, k, v)
-        own = {t.untyped_storage().data_ptr() for t in leaves}
-        kept = {}
+        input_storages = {t.untyped_storage().data_ptr() for t in leaves}
+        storage_bytes = {}
 
-        def pack(t, own=own, kept=kept):
-            if t.untyped_storage().data_ptr() not in own:
-                kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        def pack(t, input_storages=input_storages, storage_bytes=storage_bytes):
+            if t.untyped_storage().data_ptr() not in input_storages:
+                storage_bytes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
             return t
 
-        for _ in range(2):  # a second step, whose scales the first one's amaxes made
+        for _ in range(2):  # the delayed scales of the second step come from the first
             with (
                 torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
                 float8lab.autocast(enabled=recipe is not None, recipe=recipe),
@@ -442,12 +451,12 @@ def test_checkpoint_core_attention_saves_less_and_changes_nothing(fp8, tracked):
                 y = module(*leaves, checkpoint_core_attention=checkpointed)
             grads = oracle.gradients(y, leaves, dy)
         results.append([y, *grads])
-        saved.append(sum(kept.values()))
+        saved.append(sum(storage_bytes.values()))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert saved[1] < 0.5 * saved[0]
 
 
-def test_a_bias_has_its_gradient_through_recomputation():
+def test_a_checkpointed_bias_has_the_same_gradient():
     module = bshd_attention()
     q, k, v, dy = make(6, 6)
     results = []
@@ -463,14 +472,14 @@ def test_a_bias_has_its_gradient_through_recomputation():
 
 @pytest.mark.parametrize("shape", [(5, 9), (9, 5), (5, 5), (1, 4)], ids=str)
 @pytest.mark.parametrize("mask_type", ["no_mask", "causal", "causal_bottom_right"])
-def test_queries_that_see_nothing_are_known_from_the_numbers(shape, mask_type):
+def test_masks_know_from_their_sizes_if_a_query_is_fully_masked(shape, mask_type):
     sq, sk = shape
     for window in [(left, right) for left in (-1, 0, 2) for right in (-1, 0, 2)]:
         limits = window_of(mask_type, window)
         mask = make_mask(mask_type, limits, sq, sk)
         visible = visible_of(mask_type, window, sq, sk)
-        blind = any(not any(visible(0, 0, i, j) for j in range(sk)) for i in range(sq))
-        assert mask.leaves_no_query_blind(sq, sk) is not blind
+        has_fully_masked = any(not any(visible(0, 0, i, j) for j in range(sk)) for i in range(sq))
+        assert mask.leaves_no_query_blind(sq, sk) is not has_fully_masked
         assert mask.lets_all is all(visible(0, 0, i, j) for i in range(sq) for j in range(sk))
 
 
@@ -479,10 +488,10 @@ def test_explain_names_the_backend_and_the_reasons():
     module = bshd_attention()
     assert module.explain(q, k, v).backend == "sdpa"
     assert module.explain(q, k, v, attn_mask_type="no_mask").backend == "sdpa"
-    found = module.explain(q, k, v, window_size=(2, 0))
-    assert found.backend == "sdpa_masked"
-    assert found.rejected["sdpa"] == "the sliding window (2, 0) must be a matrix to it"
-    assert "not flex: it is fused on CUDA only" in repr(found)
+    explanation = module.explain(q, k, v, window_size=(2, 0))
+    assert explanation.backend == "sdpa_masked"
+    assert explanation.rejected["sdpa"] == "the sliding window (2, 0) must be a matrix to it"
+    assert "not flex: it is fused on CUDA only" in repr(explanation)
     assert module.explain(q, k, v, window_size=(4, 0)).backend == "sdpa"  # wide enough
     assert module.explain(q[:, -1:], k, v, attn_mask_type="causal_bottom_right").backend == "sdpa"
     with float8lab.autocast(recipe=recipes.DelayedScaling(fp8_dpa=True)):
@@ -492,18 +501,18 @@ def test_explain_names_the_backend_and_the_reasons():
         assert "fp8_dpa" in module.explain(q, k, v).rejected["fp8"]
 
 
-def test_backends_are_tried_in_their_order():
+def test_backends_are_tried_in_the_given_order():
     q, k, v, _ = make(5, 5)
     module = bshd_attention(backends=("reference", "sdpa"))
     assert module.explain(q, k, v).backend == "reference"
-    only = bshd_attention(backends=("sdpa",))
+    sdpa_only = bshd_attention(backends=("sdpa",))
     with pytest.raises(NotImplementedError, match=r"sliding window \(2, 0\).*Add 'sdpa_masked'"):
-        only(q, k, v, window_size=(2, 0))
+        sdpa_only(q, k, v, window_size=(2, 0))
 
 
 @pytest.mark.parametrize("mask_type", ["causal", "no_mask", "causal_bottom_right"])
-def test_other_masks_do_not_use_attention_mask(mask_type):
-    """As TransformerEngine says; and tell who may have wanted it used."""
+def test_mask_types_that_ignore_attention_mask_warn(mask_type):
+    """As in Transformer Engine, these mask types ignore attention_mask; the module warns of it."""
     module = DotProductAttention(H, D, G, qkv_format="bshd", attn_mask_type=mask_type)
     q, k, v, _ = make()
     mask = torch.ones(B, 1, 1, SK, dtype=torch.bool)
@@ -635,7 +644,7 @@ def test_wrong_heads_and_thd_lengths_are_refused():
             module(*flat, **call)
 
 
-def test_arguments_without_effect_on_one_rank():
+def test_parallel_arguments_have_no_effect_on_one_rank():
     module = DotProductAttention(
         2, 4, sequence_parallel=True, tp_size=1, tp_group=None, cp_group=None, cp_global_ranks=[0],
         cp_stream=None, cp_comm_type="a2a",
@@ -656,7 +665,7 @@ def test_arguments_without_effect_on_one_rank():
         ("checkpointed", True),
     ],
 )
-def test_compiled(variant, fp8):
+def test_compiled_attention_equals_eager(variant, fp8):
     torch._dynamo.reset()
     module = bshd_attention()
     kwargs = {
@@ -668,7 +677,7 @@ def test_compiled(variant, fp8):
         "checkpointed": {"checkpoint_core_attention": True},
     }[variant]
     q, k, v, dy = make(5, 5)
-    module._warned.add("high precision")  # that the FP8 kernel does not take most of these
+    module._warned.add("high precision")  # the FP8 kernel does not take most of these variants
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     results = []
     for function in (compiled, module):
@@ -679,9 +688,9 @@ def test_compiled(variant, fp8):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:.*flex_attention:UserWarning")  # uncompiled, as the expected
-def test_flex_is_compiled_for_kinds_of_masks_not_for_each():
-    """Dynamo stops compiling after 8 versions; flex then needs all the memory it is to save."""
+@pytest.mark.filterwarnings("ignore:.*flex_attention:UserWarning")  # not compiled
+def test_flex_compiles_once_per_kind_of_mask():
+    """Dynamo stops compiling after 8 versions; uncompiled flex would hold all scores in memory."""
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(flex_attention, backend=counter)
@@ -703,16 +712,16 @@ def test_flex_is_compiled_for_kinds_of_masks_not_for_each():
 
 @pytest.mark.parametrize("lengths", ["", "padded", "packed"])
 @pytest.mark.parametrize("kind", ["causal", "no_mask"])
-def test_flex_knows_which_blocks_are_seen(kind, lengths):
-    """Against all pairs. A block of padding and unseen keys may be looked at in vain."""
+def test_block_masks_of_flex_cover_exactly_the_visible_pairs(kind, lengths):
+    """Blocks equal those of all pairs; flex may also visit blocks of padding and unseen keys."""
     sq, sk, packed, padding = 300, 520, None, None
     if lengths == "padded":
         padding = (padding_mask([300, 90], sq)[:, 0, 0], padding_mask([520, 256], sk)[:, 0, 0])
-    if lengths == "packed":  # with tokens between and behind them
+    if lengths == "packed":  # with tokens between and after the sequences
         sizes = [20, 0, 130, 140], [150, 40, 0, 300]
         starts = [0, 30, 30, 160, sq], [0, 160, 200, 200, sk]
-        packed = [Packed.of(cumulative(n), torch.tensor(at), None)
-                  for n, at in zip(sizes, starts, strict=True)]  # fmt: skip
+        packed = [Packed.of(cumulative(n), torch.tensor(start), None)
+                  for n, start in zip(sizes, starts, strict=True)]  # fmt: skip
         padding = [side.padding() for side in packed]
     B = 1 if packed else 2
     q, k = torch.empty(B, 1, sq, 4), torch.empty(B, 1, sk, 4)
@@ -725,26 +734,28 @@ def test_flex_knows_which_blocks_are_seen(kind, lengths):
         pairs = mask.allowed(*longest, q.device).expand(len(sizes[0]) if packed else 2, 1, -1, -1)
         if packed:
             rows, pairs = pairs[:, 0], torch.zeros(1, 1, sq, sk, dtype=torch.bool)
-            places = zip(rows, starts[0], sizes[0], starts[1], sizes[1], strict=False)
-            for row, i, m, j, n in places:
+            starts_and_sizes = zip(rows, starts[0], sizes[0], starts[1], sizes[1], strict=False)
+            for row, i, m, j, n in starts_and_sizes:
                 pairs[0, 0, i : i + m, j : j + n] = row[:m, :n]
         pairs = torch.nn.functional.pad(pairs, (0, -sk % 128, 0, -sq % 128))
         blocks = pairs.unflatten(3, (-1, 128)).unflatten(2, (-1, 128))
-        seen, whole = blocks.any(5).any(3), blocks.all(5).all(3)
-        places = _Places.of(q, k, packed)
-        _, found = _flex_modifiers(q, k, Problem(mask, 1.0, packed=packed), places)
-        shape = found.kv_num_blocks.shape[0], 1, *seen.shape[2:]
-        partly, fully = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
+        visible_blocks, full_blocks = blocks.any(5).any(3), blocks.all(5).all(3)
+        starts_and_sizes = _Places.of(q, k, packed)
+        _, block_mask = _flex_modifiers(q, k, Problem(mask, 1.0, packed=packed), starts_and_sizes)
+        shape = block_mask.kv_num_blocks.shape[0], 1, *visible_blocks.shape[2:]
+        partial_listed, full_listed = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
         for dense, counts, indices in (
-            (partly, found.kv_num_blocks, found.kv_indices),
-            (fully, found.full_kv_num_blocks, found.full_kv_indices),
+            (partial_listed, block_mask.kv_num_blocks, block_mask.kv_indices),
+            (full_listed, block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
         ):
             for b, i in itertools.product(range(shape[0]), range(shape[2])):
                 dense[b, 0, i, indices[b, 0, i, : counts[b, 0, i]].long()] = True
-        assert not (partly & fully).any()
-        assert torch.equal(fully.expand_as(whole), whole)
-        assert (~seen | partly | fully).all()
-        assert lengths or torch.equal((partly | fully).expand_as(seen), seen)
+        assert not (partial_listed & full_listed).any()
+        assert torch.equal(full_listed.expand_as(full_blocks), full_blocks)
+        assert (~visible_blocks | partial_listed | full_listed).all()
+        assert lengths or torch.equal(
+            (partial_listed | full_listed).expand_as(visible_blocks), visible_blocks
+        )
 
 
 @pytest.mark.gpu
@@ -752,8 +763,8 @@ def test_flex_knows_which_blocks_are_seen(kind, lengths):
 @pytest.mark.parametrize("backend", BACKENDS)
 @each_mask
 @pytest.mark.parametrize("window", [None, (70, 20)], ids=str)
-def test_backends_agree_on_a_gpu(mask_type, window, backend, dtype):
-    torch._dynamo.reset()  # else the many variants of this test are too many compilations of flex
+def test_backends_are_near_the_float64_reference_on_a_gpu(mask_type, window, backend, dtype):
+    torch._dynamo.reset()  # otherwise the variants of this test exceed the limit of compilations
     sq, sk, d = 150, 200, 64
     shapes = [(2, sq, H, d), (2, sk, G, d), (2, sk, G, d), (2, sq, H * d)]
     q, k, v, dy = (torch.randn(s, device="cuda", dtype=dtype) for s in shapes)
@@ -769,25 +780,25 @@ def test_backends_agree_on_a_gpu(mask_type, window, backend, dtype):
     for backends, high in (((backend,), False), (("reference",), True)):
         module.backends = backends
         leaves = oracle.leaves(*((t.double() if high else t) for t in (q, k, v)))
-        found = []
+        tensors = []
         for bias in ("no_bias", "alibi") if backend in ("flex", "reference") else ("no_bias",):
             try:
                 y = module(*leaves, mask, core_attention_bias_type=bias)
             except NotImplementedError:
                 pytest.skip("not for this backend")
-            found += [y, *oracle.gradients(y, leaves, dy)]
-        results.append(found)
+            tensors += [y, *oracle.gradients(y, leaves, dy)]
+        results.append(tensors)
     for a, e in zip(*results, strict=True):
         error = (a.double() - e).norm() / e.norm()
-        # Operands are rounded to dtype (TF32 in flex float32), in each of the products.
+        # Every GEMM rounds its operands to dtype (to TF32 in flex under float32).
         assert error <= 8 * (2.0**-10 if dtype == torch.float32 else 2.0**-8)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels", [64, 128, (192, 128), 256], ids=str)
-def test_flex_of_every_head_size_on_a_gpu(channels, dtype):
-    """Its blocks fit into shared memory, in backward too; with softcap, sinks and maxima."""
+def test_flex_is_near_float64_for_every_head_size_on_a_gpu(channels, dtype):
+    """The blocks fit into shared memory, also in backward, with softcap, sinks and maxima."""
     torch._dynamo.reset()
     options = {"qkv_format": "bshd", "softmax_type": "learnable", "return_max_logit": True}
     module = DotProductAttention(H, channels, G, **options, window_size=(90, 0)).cuda()
@@ -809,8 +820,8 @@ def test_flex_of_every_head_size_on_a_gpu(channels, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["dropout", "float32 groups", "values of another size", "float64"])
-def test_no_matrix_of_scores_on_a_gpu(kind):
-    """All tensors of forward and backward take less than half of what the scores would."""
+def test_no_backend_stores_the_matrix_of_scores_on_a_gpu(kind):
+    """The tensors of forward and backward take less than half of the memory of all scores."""
     channels = (64, 32) if kind == "values of another size" else 64
     dtype = {"float32 groups": torch.float32, "float64": torch.float64}.get(kind, torch.bfloat16)
     module = DotProductAttention(
@@ -830,7 +841,7 @@ def test_no_matrix_of_scores_on_a_gpu(kind):
 
 
 @pytest.mark.gpu
-def test_default_backends_on_a_gpu():
+def test_default_backends_on_a_gpu_follow_the_features_of_the_call():
     q, k, v = torch.randn(3, 2, 256, 4, 64, device="cuda", dtype=torch.bfloat16)
     module = DotProductAttention(4, 64, qkv_format="bshd")
     assert module.explain(q, k, v, softcap=9.0).backend == "flex"
@@ -848,20 +859,20 @@ def sdp_enabled():
 
 
 @pytest.mark.parametrize("off", [(), ("cudnn_sdp",), ("flash_sdp",), SDP[1:]], ids=str)
-def test_cudnn_is_left_out_for_a_while(off):
-    """What the user turned off stays off, but if nothing would be left that takes every call."""
+def test_cudnn_is_disabled_only_inside_the_context(off):
+    """Backends that the user turned off stay off, unless no backend would take every call."""
     before = sdp_enabled()
     try:
         for name in off:
             getattr(torch.backends.cuda, f"enable_{name}")(False)
-        wanted = sdp_enabled()
+        enabled_before = sdp_enabled()
         with contextlib.suppress(KeyError), _without_cudnn():
-            inside = sdp_enabled()
+            enabled_inside = sdp_enabled()
             raise KeyError
-        assert sdp_enabled() == wanted
+        assert sdp_enabled() == enabled_before
     finally:
         for name, on in before.items():
             getattr(torch.backends.cuda, f"enable_{name}")(on)
-    assert not inside.pop("cudnn_sdp")
-    others = {name: off == SDP[1:] or name not in off for name in SDP[1:]}
-    assert inside == others
+    assert not enabled_inside.pop("cudnn_sdp")
+    expected_inside = {name: off == SDP[1:] or name not in off for name in SDP[1:]}
+    assert enabled_inside == expected_inside

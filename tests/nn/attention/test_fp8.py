@@ -1,4 +1,4 @@
-"""FP8 attention: accuracy of output and gradients, delayed state, what recipes ask for."""
+"""FP8 attention: accuracy of output and gradients, delayed state, and which calls run in FP8."""
 
 import copy
 
@@ -16,11 +16,12 @@ from float8lab.recipes import Format
 from tests.nn.attention import oracle
 from tests.nn.composition import sqnr
 
-# Signal-to-noise ratio in dB against float64 for normally distributed tensors, stated in
-# docs/modules/attention.md: output, dq, dk, dv. Rounding one operand to e4m3 leaves 31.5 dB.
-# Rounding q and k leaves scores of variance 1 with 28.5 dB, hence probabilities and dv, too. With
-# their own rounding and that of v the output has 25.5 dB; dq and dk, from probabilities, v and k
-# (or q), 25.5 dB. Half a dB less is for the sample. Then those of a backward in FP8.
+# The SQNR in dB of output, dq, dk and dv against float64 for normally distributed tensors, as
+# stated in docs/modules/attention.md. Rounding one operand to e4m3 leaves 31.5 dB. Rounding q and k
+# leaves 28.5 dB in scores of variance 1, and thus in the probabilities and dv. The rounding of the
+# probabilities and of v leaves 25.5 dB in the output; dq and dk, computed from probabilities, v and
+# k (or q), have 25.5 dB, too. Half a dB is left for the sample. SQNR_OF_FP8_BACKWARD holds for a
+# backward in FP8.
 SQNR = (25.0, 25.0, 25.0, 28.0)
 SQNR_OF_FP8_BACKWARD = (25.0, 24.0, 24.0, 24.0)
 RECIPES = {
@@ -44,13 +45,13 @@ def run(module, tensors, recipe, **kwargs):
 
 
 def check_sqnr(results, exact):
-    """Of the output, dq, dk and dv."""
+    """Asserts the stated SQNR of the output, dq, dk and dv."""
     heads = [x.shape[-1] for x in results[1:]]
     is_fp8 = results[0].is_cuda and max(heads) <= LARGEST_FP8_BACKWARD_HEAD
     floors = SQNR_OF_FP8_BACKWARD if is_fp8 else SQNR
     measured = [sqnr(a, e) for a, e in zip(results, exact, strict=True)]
     assert all(m >= s for m, s in zip(measured, floors, strict=True)), measured
-    assert min(measured) < 40  # it did run in FP8
+    assert min(measured) < 40  # higher ratios would mean high precision
 
 
 def make(S=96, device="cpu", dtype=torch.float32):
@@ -67,7 +68,7 @@ def make(S=96, device="cpu", dtype=torch.float32):
     ],
     ids=str,
 )
-def test_sqnr_of_output_and_gradients(name, mask, dtype, device):
+def test_sqnr_of_output_and_gradients_is_as_documented(name, mask, dtype, device):
     recipe = RECIPES[name]
     module = DotProductAttention(4, 64, num_gqa_groups=2, qkv_format="bshd", attn_mask_type=mask)
     tensors = make(device=device, dtype=dtype)
@@ -78,7 +79,7 @@ def test_sqnr_of_output_and_gradients(name, mask, dtype, device):
     check_sqnr(results, exact)
 
 
-TAKEN = {
+FP8_CALLS = {
     "window": (128, 128, {"window_size": (40, 0)}),
     "window-two-sided": (128, 128, {"window_size": (20, 9), "attn_mask_type": "no_mask"}),
     "bottom-right": (96, 160, {"attn_mask_type": "causal_bottom_right"}),
@@ -96,46 +97,48 @@ TAKEN = {
 
 
 def padding_of(size, device):
-    """Padding in front, in between and behind; the second row is whole."""
+    """The first row has padding at the start, in the middle and at the end, the second has none."""
     hidden = torch.zeros(2, 1, 1, size, dtype=torch.bool, device=device)
     hidden[0, ..., :7] = hidden[0, ..., 20:30] = hidden[0, ..., 80:] = True
     return hidden
 
 
-def test_a_window_that_only_the_backward_in_fp8_has(device):
+def test_a_window_of_only_the_fp8_backward_runs_in_fp8_for_small_heads(device):
     shapes = (2, 160, 2, 64), (2, 20, 2, 64), (2, 20, 2, 64), (2, 160, 128)
     tensors = [torch.randn(shape, device=device) for shape in shapes]
     options = {"attn_mask_type": "no_mask", "window_size": (5, -1), "qkv_format": "bshd"}
     check_fp8(DotProductAttention(2, 64, **options), tensors)
-    wide = DotProductAttention(2, 192, **options)
+    large_heads = DotProductAttention(2, 192, **options)
     with float8lab.autocast(recipe=RECIPES["current"]):
-        found = wide.explain(*[torch.randn(2, S, 2, 192, device=device) for S in (160, 20, 20)])
-    assert "no such window" in found.rejected["fp8"]
+        explanation = large_heads.explain(
+            *[torch.randn(2, S, 2, 192, device=device) for S in (160, 20, 20)]
+        )
+    assert "no such window" in explanation.rejected["fp8"]
 
 
 @pytest.mark.parametrize("heads", [(64, 64), (192, 128)], ids=str)
-@pytest.mark.parametrize("case", TAKEN)
-def test_masks_of_the_kernel(case, heads, device):
-    Sq, Sk, options = TAKEN[case]
+@pytest.mark.parametrize("case", FP8_CALLS)
+def test_masks_of_the_kernel_run_in_fp8_with_the_documented_sqnr(case, heads, device):
+    Sq, Sk, options = FP8_CALLS[case]
     D, Dv = heads
     module = DotProductAttention(2, heads, num_gqa_groups=1, qkv_format="bshd", **options)
     shapes = (2, Sq, 2, D), (2, Sk, 1, D), (2, Sk, 1, Dv), (2, Sq, 2 * Dv)
-    tensors, how = [torch.randn(shape, device=device) for shape in shapes], {}
+    tensors, call = [torch.randn(shape, device=device) for shape in shapes], {}
     if "padding" in case or "lengths" in case:
         queries, keys = padding_of(Sq, device), padding_of(Sk, device)
-        how = {"attention_mask": queries if Sq == Sk else (queries, keys)}
+        call = {"attention_mask": queries if Sq == Sk else (queries, keys)}
         if "lengths" in case:
-            ends = [ends_of([S // 3, S], device) for S in (Sq, Sk)]
+            cu_seqlens = [cu_seqlens_of([S // 3, S], device) for S in (Sq, Sk)]
             queries, keys = (
-                padding_from_lengths(end.diff(), S)[:, None, None]
-                for end, S in zip(ends, (Sq, Sk), strict=True)
+                padding_from_lengths(offsets.diff(), S)[:, None, None]
+                for offsets, S in zip(cu_seqlens, (Sq, Sk), strict=True)
             )
-            how = {"cu_seqlens_q": ends[0], "cu_seqlens_kv": ends[Sq != Sk]}
+            call = {"cu_seqlens_q": cu_seqlens[0], "cu_seqlens_kv": cu_seqlens[Sq != Sk]}
         module.attention_type = "self" if Sq == Sk else "cross"
         for x, hidden in zip(tensors, (queries, keys, keys), strict=False):
-            x.masked_fill_(hidden.view(2, -1, 1, 1), 1e30)  # which no scale has to hold
-    results = check_fp8(module, tensors, **how)
-    if how:
+            x.masked_fill_(hidden.view(2, -1, 1, 1), 1e30)  # no scale may depend on padding
+    results = check_fp8(module, tensors, **call)
+    if call:
         for x, hidden in zip(results, (queries, queries, keys, keys), strict=True):
             assert not x[hidden[:, 0, 0]].any()
 
@@ -146,108 +149,114 @@ def test_masks_of_the_kernel(case, heads, device):
     ids=str,
 )
 @pytest.mark.parametrize("Sk", [None, [61, 100, 60, 30]], ids=["self", "cross"])
-def test_packed_sequences(Sk, mask, window, device):
+def test_packed_sequences_run_in_fp8_with_the_documented_sqnr(Sk, mask, window, device):
     lengths = [50, 1, 60, 20]
     module = DotProductAttention(4, 64, num_gqa_groups=2, qkv_format="thd", window_size=window)
-    how = {"cu_seqlens_q": ends_of(lengths, device), "attn_mask_type": mask}
+    call = {"cu_seqlens_q": cu_seqlens_of(lengths, device), "attn_mask_type": mask}
     if Sk is not None:
-        how["attn_mask_type"] = mask.replace("causal", "causal_bottom_right")
-        how["cu_seqlens_kv"] = ends_of(Sk, device)
-    T, Tk = sum(lengths) + 5, sum(Sk or lengths) + 5  # the last ones are of no sequence
+        call["attn_mask_type"] = mask.replace("causal", "causal_bottom_right")
+        call["cu_seqlens_kv"] = cu_seqlens_of(Sk, device)
+    T, Tk = sum(lengths) + 5, sum(Sk or lengths) + 5  # the last 5 tokens are in no sequence
     shapes = (T, 4, 64), (Tk, 2, 64), (Tk, 2, 64), (T, 256)
     tensors = [torch.randn(shape, device=device) for shape in shapes]
-    results = check_fp8(module, tensors, **how)
+    results = check_fp8(module, tensors, **call)
     assert not any(x[sum(lengths) :].any() for x in results[:2])
     assert not any(x[sum(Sk or lengths) :].any() for x in results[2:])
 
 
 @pytest.mark.parametrize("longest", [None, 70])
-def test_tokens_between_packed_sequences(longest, device):
-    """They may be NaN; results are those of the sequences alone, bit for bit."""
+def test_tokens_between_packed_sequences_change_no_result(longest, device):
+    """Tokens between the sequences may be NaN; results equal those of the sequences bit for bit."""
     starts, lengths, recipe = [0, 60, 60, 130], [50, 0, 61, 20], RECIPES["current"]
     module = DotProductAttention(4, 64, qkv_format="thd", attn_mask_type="padding_causal")
-    at = torch.cat([start + torch.arange(n) for start, n in zip(starts, lengths, strict=True)])
+    token_index = torch.cat(
+        [start + torch.arange(n) for start, n in zip(starts, lengths, strict=True)]
+    )
     compact = [torch.randn(131, 4, 64, device=device) for _ in range(3)]
     compact.append(torch.randn(131, 256, device=device))
-    how = {"cu_seqlens_q": ends_of(lengths, device)}
+    call = {"cu_seqlens_q": cu_seqlens_of(lengths, device)}
     if longest is not None:
-        how.update(max_seqlen_q=longest, max_seqlen_kv=longest + 1)
-    expected = run(module, compact, recipe, **how)
-    spread = [x.new_full((160, *x.shape[1:]), torch.nan).index_copy(0, at.to(device), x)
+        call.update(max_seqlen_q=longest, max_seqlen_kv=longest + 1)
+    expected = run(module, compact, recipe, **call)
+    with_gaps = [x.new_full((160, *x.shape[1:]), torch.nan).index_copy(0, token_index.to(device), x)
               for x in compact]  # fmt: skip
     padded = torch.tensor([*starts, 155], dtype=torch.int32, device=device)
-    how.update(cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded)
-    for found, x in zip(run(module, spread, recipe, **how), expected, strict=True):
-        assert torch.equal(found[at], x)
-        assert not found.index_fill(0, at.to(device), 0.0).any()
+    call.update(cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded)
+    for actual, x in zip(run(module, with_gaps, recipe, **call), expected, strict=True):
+        assert torch.equal(actual[token_index], x)
+        assert not actual.index_fill(0, token_index.to(device), 0.0).any()
 
 
 @pytest.mark.parametrize("B", [0, 3])
-def test_padding_without_any_token(B, device):
+def test_sequences_without_tokens_give_zeros(B, device):
     module = DotProductAttention(4, 64, qkv_format="bshd", attn_mask_type="padding_causal")
     tensors = [torch.randn(B, 5, *size, device=device) for size in ((4, 64),) * 3 + ((256,),)]
-    how = {"cu_seqlens_q": torch.zeros(B + 1, dtype=torch.int32, device=device)}
+    call = {"cu_seqlens_q": torch.zeros(B + 1, dtype=torch.int32, device=device)}
     with float8lab.autocast(recipe=RECIPES["current"]):
-        assert module.explain(*tensors[:3], **how).backend == "fp8"
-    for x, like in zip(
-        run(module, tensors, RECIPES["current"], **how), tensors[3:] + tensors, strict=False
+        assert module.explain(*tensors[:3], **call).backend == "fp8"
+    for x, input_like in zip(
+        run(module, tensors, RECIPES["current"], **call), tensors[3:] + tensors, strict=False
     ):
-        assert x.shape == like.shape
+        assert x.shape == input_like.shape
         assert not x.any()
 
 
 @pytest.mark.parametrize("case", ["window", "packed", "padding"])
-def test_compiled_without_graph_breaks(case):
-    recipe, how = RECIPES["current"], {}
+def test_compiled_fp8_attention_has_no_graph_breaks_and_equals_eager(case):
+    recipe, call = RECIPES["current"], {}
     if case == "packed":
-        how = {"cu_seqlens_q": ends_of([20, 30], "cpu"), "max_seqlen_q": 30, "max_seqlen_kv": 30}
+        call = {
+            "cu_seqlens_q": cu_seqlens_of([20, 30], "cpu"),
+            "max_seqlen_q": 30,
+            "max_seqlen_kv": 30,
+        }
         module = DotProductAttention(
             4, 64, qkv_format="thd", attn_mask_type="padding_causal", return_max_logit=True
         )
         tensors = [torch.randn(50, 4, 64) for _ in range(3)]
     elif case == "padding":
         module = DotProductAttention(4, 64, qkv_format="bshd", attn_mask_type="padding_causal")
-        tensors, how = [torch.randn(2, 96, 4, 64) for _ in range(3)], {
+        tensors, call = [torch.randn(2, 96, 4, 64) for _ in range(3)], {
             "attention_mask": padding_of(96, "cpu")
         }  # fmt: skip
     else:
         module = DotProductAttention(4, 64, qkv_format="bshd", window_size=(16, 0))
         tensors = [torch.randn(2, 50, 4, 64) for _ in range(3)]
     tensors.append(torch.randn(*tensors[0].shape[:-2], 256))
-    expected = run(module, tensors, recipe, **how)
+    expected = run(module, tensors, recipe, **call)
     module.compile(fullgraph=True, backend="aot_eager")
-    results = run(module, tensors, recipe, **how)
+    results = run(module, tensors, recipe, **call)
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
-def test_packed_sequences_that_the_kernel_does_not_take():
+def test_packed_sequences_outside_the_kernels_limits_warn():
     q = k = v = torch.randn(10, 4, 64)
     module = DotProductAttention(4, 64, qkv_format="thd", attn_mask_type="padding_causal")
-    ends = ends_of([4, 4], "cpu")
-    how = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends_of([5, 5], "cpu")}
+    cu_seqlens = cu_seqlens_of([4, 4], "cpu")
+    call = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens_of([5, 5], "cpu")}
     with float8lab.autocast(recipe=RECIPES["current"]):
-        assert "at the last one" in module.explain(q, k, v, **how).rejected["fp8"]
+        assert "at the last one" in module.explain(q, k, v, **call).rejected["fp8"]
         with pytest.warns(UserWarning, match="at the last one"):
-            module(q, k, v, **how)
+            module(q, k, v, **call)
 
 
-def ends_of(lengths, device):
+def cu_seqlens_of(lengths, device):
     return torch.tensor([0, *lengths]).cumsum(0).int().to(device)
 
 
-def check_fp8(module, tensors, **how):
-    """That a call runs in FP8, and the accuracy of its results, which are returned."""
+def check_fp8(module, tensors, **call):
+    """Asserts that a call runs in FP8 with the stated SQNR, and returns its results."""
     with float8lab.autocast(recipe=RECIPES["current"]):
-        assert module.explain(*tensors[:3], **how).backend == "fp8"
+        assert module.explain(*tensors[:3], **call).backend == "fp8"
     module.return_max_logit = True
-    *results, largest = run(module, tensors, RECIPES["current"], **how)
-    *exact, exact_largest = run(module, [t.double() for t in tensors], None, **how)
+    *results, largest = run(module, tensors, RECIPES["current"], **call)
+    *exact, exact_largest = run(module, [t.double() for t in tensors], None, **call)
     check_sqnr(results, exact)
-    assert (largest - exact_largest).abs().max() < 0.25  # scores are off by 0.04 or so
+    assert (largest - exact_largest).abs().max() < 0.25  # the errors of scores are about 0.04
     return results
 
 
-ELSEWHERE = {
+HIGH_PRECISION_CALLS = {
     "padding": (
         {
             "attn_mask_type": "padding_causal", "window_size": (9, 0),
@@ -273,9 +282,9 @@ ELSEWHERE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", ELSEWHERE)
-def test_what_the_kernel_does_not_take_is_in_high_precision_and_says_so_once(variant, device):
-    call, reason = ELSEWHERE[variant]
+@pytest.mark.parametrize("variant", HIGH_PRECISION_CALLS)
+def test_calls_outside_the_kernels_limits_run_in_high_precision_and_warn_once(variant, device):
+    call, reason = HIGH_PRECISION_CALLS[variant]
     call = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
     module = DotProductAttention(4, 64, num_gqa_groups=2, qkv_format="bshd")
     tensors = make(device=device)
@@ -285,12 +294,12 @@ def test_what_the_kernel_does_not_take_is_in_high_precision_and_says_so_once(var
     assert all(torch.equal(a, b) for a, b in zip(results, high, strict=True))
     run(module, tensors, RECIPES["delayed"], **call)  # a warning would be an error
     with float8lab.autocast(recipe=RECIPES["delayed"]):
-        found = module.explain(*tensors[:3], **call)
-    assert found.backend != "fp8"
-    assert reason in found.rejected["fp8"]
+        explanation = module.explain(*tensors[:3], **call)
+    assert explanation.backend != "fp8"
+    assert reason in explanation.rejected["fp8"]
 
 
-def test_large_heads_and_dropout_are_in_high_precision(device):
+def test_large_heads_and_dropout_run_in_high_precision(device):
     for heads, options, reason in (
         (264, {}, "up to 256"),
         (64, {"attention_dropout": 0.1}, "dropout"),
@@ -307,20 +316,20 @@ def test_large_heads_and_dropout_are_in_high_precision(device):
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (10, 0), (12, 0)])
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
 def test_a_gpu_without_the_kernel_attends_in_high_precision(mask, capability, monkeypatch):
-    """Once said, by torch's fused attention: neither the reference nor its matrix of scores."""
+    """torch's fused attention runs after one warning, not the reference with its score matrix."""
     module = DotProductAttention(4, 64, num_gqa_groups=2, qkv_format="bshd", attn_mask_type=mask)
     tensors = make()
     high = run(module, tensors, None)
     monkeypatch.setattr(declare, "_capability_of", lambda device: capability)
-    for kept in (module, copy.deepcopy(module)):
+    for attention in (module, copy.deepcopy(module)):
         with pytest.warns(UserWarning, match="needs a Hopper GPU"):
-            results = run(kept, tensors, RECIPES["delayed"])
-        run(kept, tensors, RECIPES["delayed"])  # a warning would be an error
+            results = run(attention, tensors, RECIPES["delayed"])
+        run(attention, tensors, RECIPES["delayed"])  # a warning would be an error
         assert all(torch.equal(a, b) for a, b in zip(results, high, strict=True))
     with float8lab.autocast(recipe=RECIPES["current"]):
-        found = module.explain(*tensors[:3])
-    assert found.backend == "sdpa"
-    assert "Hopper" in found.rejected["fp8"]
+        explanation = module.explain(*tensors[:3])
+    assert explanation.backend == "sdpa"
+    assert "Hopper" in explanation.rejected["fp8"]
 
 
 @pytest.mark.gpu
@@ -356,7 +365,7 @@ def test_a_window_and_large_heads_take_memory_linear_in_the_length():
 @pytest.mark.parametrize(
     ("b", "sq", "sk"), [(1, 0, 3), (1, 3, 0), (1, 1, 1), (1, 5, 9), (0, 3, 3)], ids=str
 )
-def test_edge_lengths(name, b, sq, sk, device):
+def test_edge_lengths_are_near_float64(name, b, sq, sk, device):
     module = DotProductAttention(2, 4, attn_mask_type="no_mask", qkv_format="bshd")
     shapes = (b, sq, 2, 4), (b, sk, 2, 4), (b, sk, 2, 4), (b, sq, 8)
     tensors = [torch.randn(shape, device=device) for shape in shapes]
@@ -387,11 +396,11 @@ def test_inputs_are_saved_in_fp8():
     elements = 2 * 256 * 64
     assert by_dtype[torch.float8_e4m3fn] == elements * (4 + 2 + 2)
     assert by_dtype[torch.bfloat16] == elements * 4  # the output
-    assert by_dtype[torch.float32] == 2 * 2 * 4 * 256 + 3  # two numbers a query, and the scales
+    assert by_dtype[torch.float32] == 2 * 2 * 4 * 256 + 3  # two numbers per query, and the scales
 
 
 @pytest.mark.parametrize(
-    ("recipe", "asked"),
+    ("recipe", "asks_for_fp8"),
     [
         (recipes.DelayedScaling(), False),
         (recipes.DelayedScaling(fp8_dpa=True), True),
@@ -400,12 +409,12 @@ def test_inputs_are_saved_in_fp8():
     ],
     ids=repr,
 )
-def test_a_recipe_must_ask(recipe, asked):
+def test_attention_runs_in_fp8_only_if_the_recipe_asks_for_it(recipe, asks_for_fp8):
     module = DotProductAttention(4, 64, num_gqa_groups=2, qkv_format="bshd")
     tensors = make(16)
     high = run(module, tensors, None)
     equal = all(torch.equal(a, b) for a, b in zip(run(module, tensors, recipe), high, strict=True))
-    assert equal is not asked
+    assert equal is not asks_for_fp8
     with float8lab.autocast(recipe=recipe), float8lab.autocast(enabled=False):
         assert torch.equal(module(*tensors[:3]), high[0])
 
@@ -439,7 +448,7 @@ def test_eval_freezes_the_scales_and_calibration_collects_them():
     assert state["history"][0, Q] == q.abs().max()
 
 
-def test_state_is_copied_and_saved():
+def test_copies_and_loaded_scaling_states_give_equal_results():
     recipe = recipes.DelayedScaling(fp8_dpa=True)
     module = DotProductAttention(4, 64, num_gqa_groups=2, qkv_format="bshd")
     tensors = make(16)
@@ -447,8 +456,8 @@ def test_state_is_copied_and_saved():
     twin, fresh = copy.deepcopy(module), DotProductAttention(4, 64, 2, qkv_format="bshd")
     state = float8lab.nn.ScalingState(module, recipe).state_dict()
     float8lab.nn.ScalingState(fresh, recipe).load_state_dict(state)
-    other = [t * 100 for t in tensors]
-    results = [run(m, other, recipe) for m in (module, twin, fresh)]
+    larger = [t * 100 for t in tensors]
+    results = [run(m, larger, recipe) for m in (module, twin, fresh)]
     for a, b, c in zip(*results, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)

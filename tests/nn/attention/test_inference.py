@@ -1,4 +1,4 @@
-"""The key/value cache: steps equal the whole context; ragged batches; FP8; limits."""
+"""The key/value cache: steps equal one call with the full context; ragged batches; FP8; limits."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def make(qkv_format="bshd"):
     return x if qkv_format == "bshd" else [t.transpose(0, 1) for t in x]
 
 
-def part(x, qkv_format, start, end):
+def token_slice(x, qkv_format, start, end):
     return x[:, start:end] if qkv_format == "bshd" else x[start:end]
 
 
@@ -30,28 +30,28 @@ PAGED = {"is_paged": True, "page_size": 2}
     {}, {"window_size": (3, 0)}, {"attn_mask_type": "causal_bottom_right"},
     {"core_attention_bias_type": "alibi"},
 ], ids=["causal", "window", "bottom-right", "alibi"])  # fmt: skip
-def test_prefill_and_decode_equal_the_whole(qkv_format, steps, call, cache):
+def test_prefill_and_decode_steps_equal_one_full_call(qkv_format, steps, call, cache):
     attention = DotProductAttention(H, D, G, qkv_format=qkv_format, layer_number=1)
     q, k, v = make(qkv_format)
-    whole = attention(q, k, v, **call)
+    expected = attention(q, k, v, **call)
     params = InferenceParams(B, S, **cache)
     outputs = []
     for n in steps:
         start = params.sequence_len_offset
-        pieces = [part(x, qkv_format, start, start + n) for x in (q, k, v)]
-        outputs.append(attention(*pieces, inference_params=params, **call))
+        qkv_slices = [token_slice(x, qkv_format, start, start + n) for x in (q, k, v)]
+        outputs.append(attention(*qkv_slices, inference_params=params, **call))
         params.sequence_len_offset += n
     y = torch.cat(outputs, dim=1 if qkv_format == "bshd" else 0)
-    assert torch.allclose(y, whole, atol=1e-6)
+    assert torch.allclose(y, expected, atol=1e-6)
 
 
-def test_no_mask_decodes_over_all_that_is_cached():
+def test_no_mask_attends_to_all_cached_keys():
     attention = DotProductAttention(
         H, D, G, qkv_format="bshd", layer_number=1, attn_mask_type="no_mask"
     )
     q, k, v = make()
     params = InferenceParams(B, S)
-    with torch.inference_mode():  # which makes the cache, and does not keep it
+    with torch.inference_mode():  # the cache created here is usable outside
         attention(q[:, :5], k[:, :5], v[:, :5], inference_params=params)
     params.sequence_len_offset = 5
     y = attention(q[:, 5:], k[:, 5:], v[:, 5:], inference_params=params)
@@ -60,14 +60,15 @@ def test_no_mask_decodes_over_all_that_is_cached():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backends", [BACKENDS, ("sdpa", "sdpa_masked")], ids=["pages", "read"])
-def test_a_growing_cache_does_without_cudnn(backends):
-    """Which prepares itself for each length, longer than all else takes.
+def test_a_growing_cache_never_runs_cudnn(backends):
+    """cuDNN would prepare each new length, which takes longer than the rest of a step.
 
-    A kernel, which is no op, reads the pages; what is read from them goes to others of torch.
+    With "pages" a kernel reads the pages, without an op of torch; with "read" torch's attention
+    gets the keys and values that were read from the pages.
     """
     attention = DotProductAttention(8, 64, 2, qkv_format="bshd", layer_number=1, backends=backends)
     q, k, v = (torch.randn(B, 40, n, 64, device="cuda", dtype=torch.bfloat16) for n in (8, 2, 2))
-    whole = attention(q, k, v)
+    expected = attention(q, k, v)
     params = InferenceParams(B, 40)
     outputs = []
     with torch.no_grad():
@@ -78,33 +79,33 @@ def test_a_growing_cache_does_without_cudnn(backends):
                 )
             params.sequence_len_offset = end
             if start:
-                of_torch = [name for name in ops.names if "attention" in name]
-                assert len(of_torch) == (backends != BACKENDS)
-                assert not any("cudnn" in name for name in of_torch)
-    error = (torch.cat(outputs, dim=1) - whole).norm() / whole.norm()
-    assert error < 4e-3  # bfloat16, rounded once
+                torch_ops = [name for name in ops.names if "attention" in name]
+                assert len(torch_ops) == (backends != BACKENDS)
+                assert not any("cudnn" in name for name in torch_ops)
+    error = (torch.cat(outputs, dim=1) - expected).norm() / expected.norm()
+    assert error < 4e-3  # one rounding to bfloat16
 
 
-def test_padded_prompts():
-    """Prompts padded on the left, as batched generation does; the mask covers the cache."""
+def test_left_padded_prompts_equal_separate_ones():
+    """Prompts have padding on the left, as in batched generation; the mask covers the cache."""
     attention = DotProductAttention(
         H, D, G, qkv_format="bshd", layer_number=1, attn_mask_type="padding_causal"
     )
     q, k, v = make()
-    before = torch.tensor([0, 2, 4])
-    mask = (torch.arange(S) < before[:, None])[:, None, None]
+    padding = torch.tensor([0, 2, 4])
+    mask = (torch.arange(S) < padding[:, None])[:, None, None]
     params = InferenceParams(B, S)
     first = attention(q[:, :6], k[:, :6], v[:, :6], mask[..., :6], inference_params=params)
     outputs = [first]
     for t in range(6, S):
         params.sequence_len_offset = t
-        one = [x[:, t : t + 1] for x in (q, k, v)]
-        outputs.append(attention(*one, mask[..., : t + 1], inference_params=params))
+        token = [x[:, t : t + 1] for x in (q, k, v)]
+        outputs.append(attention(*token, mask[..., : t + 1], inference_params=params))
     y = torch.cat(outputs, dim=1)
     plain = DotProductAttention(H, D, G, qkv_format="bshd")
-    for b, n in enumerate(before.tolist()):
-        alone = plain(*(x[b : b + 1, n:] for x in (q, k, v)))
-        assert torch.allclose(y[b, n:], alone[0], atol=1e-6)
+    for b, n in enumerate(padding.tolist()):
+        expected = plain(*(x[b : b + 1, n:] for x in (q, k, v)))
+        assert torch.allclose(y[b, n:], expected[0], atol=1e-6)
         assert torch.equal(y[b, :n], torch.zeros(n, H * D))
 
 
@@ -115,60 +116,60 @@ def test_padded_prompts():
     ids=["", "paged", "page-of-a-row"],
 )  # fmt: skip
 @pytest.mark.parametrize("backends", [None, ("reference",)], ids=["", "read"])
-def test_ragged_continuous_batching(qkv_format, window, cache, backends):
-    """Sequences come, go and advance by different lengths; each equals itself alone.
+def test_ragged_continuous_batching_equals_separate_calls(qkv_format, window, cache, backends):
+    """Sequences join, leave and advance by different lengths; each equals a separate call.
 
-    It does so where sequences that have ended left numbers in the cache that are not finite.
+    This holds even if earlier sequences left numbers in the cache that are not finite.
     """
     attention = DotProductAttention(
         H, D, G, qkv_format=qkv_format, layer_number=1, window_size=window,
         attn_mask_type="padding_causal" if qkv_format == "thd" else "causal",
         **({} if backends is None else {"backends": backends}),
     )  # fmt: skip
-    alone = DotProductAttention(H, D, G, qkv_format="bshd", window_size=window)
+    uncached = DotProductAttention(H, D, G, qkv_format="bshd", window_size=window)
     lengths = {"a": 9, "b": 5, "c": 7, "d": 6, "e": 3, "f": 1, "g": 5, "h": 1, "i": 3}
     data = {n: [torch.randn(1, s, h, D) for h in (H, G, G)] for n, s in lengths.items()}
-    expected = {name: alone(*qkv)[0] for name, qkv in data.items()}
+    expected = {name: uncached(*qkv)[0] for name, qkv in data.items()}
     steps = [
         {"a": 4, "b": 2}, {"a": 1, "b": 3}, {"c": 5, "a": 1}, {"a": 1, "c": 1, "d": 6},
         {"a": 2, "c": 0}, {"c": 1}, {"e": 3},
-        # The first of i is a step as that of f, in other pages.
+        # The first step of i has the sizes of that of f, in other pages.
         {"f": 1}, {"g": 5, "f": 0, "h": 1}, {"i": 1}, {"i": 2},
     ]  # fmt: skip
     params = InferenceParams(3, 9, **cache)
     params.pre_step(dict.fromkeys("xyz", 3))
     params.append(1, *(torch.full((3, G, 3, D), x) for x in (torch.nan, torch.inf)))
-    done = dict.fromkeys(lengths, 0)
+    positions = dict.fromkeys(lengths, 0)
     for step in steps:
         params.pre_step(step)
-        longest = max(step.values()) + 1  # some padding for all
-        real = torch.arange(longest) < torch.tensor(list(step.values()))[:, None]
+        longest = max(step.values()) + 1  # every row has some padding
+        is_token = torch.arange(longest) < torch.tensor(list(step.values()))[:, None]
         batch = []
-        for which, heads in enumerate((H, G, G)):
+        for operand, heads in enumerate((H, G, G)):
             rows = torch.randn(len(step), longest, heads, D)  # padding may be anything
             for row, (name, n) in enumerate(step.items()):
-                rows[row, :n] = data[name][which][0, done[name] : done[name] + n]
-            form = {"bshd": rows, "sbhd": rows.transpose(0, 1), "thd": rows[real]}
-            batch.append(form[qkv_format])
+                rows[row, :n] = data[name][operand][0, positions[name] : positions[name] + n]
+            by_format = {"bshd": rows, "sbhd": rows.transpose(0, 1), "thd": rows[is_token]}
+            batch.append(by_format[qkv_format])
         y = attention(*batch, inference_params=params)
         if qkv_format == "thd":
-            y = torch.zeros(*real.shape, H * D).index_put((real,), y)
+            y = torch.zeros(*is_token.shape, H * D).index_put((is_token,), y)
         y = y.transpose(0, 1) if qkv_format == "sbhd" else y
         for row, (name, n) in enumerate(step.items()):
-            start = done[name]
+            start = positions[name]
             assert torch.allclose(y[row, :n], expected[name][start : start + n], atol=1e-6)
             assert torch.equal(y[row, n:], torch.zeros(longest - n, H * D))
-            done[name] += n
-    assert done == lengths
+            positions[name] += n
+    assert positions == lengths
 
 
 @pytest.mark.parametrize(
-    ("dtype", "share", "floor"),
+    ("dtype", "relative_error", "absolute_error"),
     [(torch.float8_e4m3fn, 1 / 16, 2.0**-18), (torch.float8_e5m2, 1 / 8, 2.0**-32)],
     ids=["e4m3", "e5m2"],
 )
 @pytest.mark.parametrize("ragged", [False, True], ids=["", "ragged"])
-def test_fp8_cache_within_its_stated_error(dtype, share, floor, ragged):
+def test_fp8_cache_stays_within_its_stated_error(dtype, relative_error, absolute_error, ragged):
     params = InferenceParams(B, S, cache_dtype=dtype)
     _, k, v = (x.transpose(1, 2) for x in make())
     k = k * torch.logspace(-3, 3, G).view(1, G, 1, 1)  # heads of very different sizes
@@ -176,32 +177,34 @@ def test_fp8_cache_within_its_stated_error(dtype, share, floor, ragged):
     for start, end in ((0, 4), (4, 5), (5, 9)):
         if ragged:
             params.pre_step(dict.fromkeys("abc", end - start))
-        found = params.append(1, k[:, :, start:end], v[:, :, start:end])
+        cache_contents = params.append(1, k[:, :, start:end], v[:, :, start:end])
         params.sequence_len_offset = end
-    for cached, exact in zip(found, (k, v), strict=True):
+    for cached, exact in zip(cache_contents, (k, v), strict=True):
         largest = exact.abs().amax(-1, keepdim=True)
-        bound = torch.maximum(exact.abs() * share, largest * floor)
+        bound = torch.maximum(exact.abs() * relative_error, largest * absolute_error)
         assert ((cached - exact).abs() <= bound * (1 + 1e-6)).all()
         assert not torch.equal(cached, exact)
 
 
-def rounded(x):
+def e4m3_rounded(x):
     """``[B, S, G, D]`` as an e4m3 cache returns it."""
     return float8lab.quantize(x.reshape(-1, x.shape[-1]), block=(1, -1)).dequantize().view(x.shape)
 
 
 @pytest.mark.parametrize("cache", [{}, PAGED], ids=["", "paged"])
-def test_fp8_cache_is_attention_to_rounded_keys_and_values(cache):
-    """Also after rows were reordered, tokens taken back, and a new start in the used memory."""
+def test_attention_with_an_fp8_cache_equals_attention_to_rounded_keys_and_values(cache):
+    """This holds also after rows are reordered, tokens are dropped, and the cache is reset."""
     attention = DotProductAttention(H, D, G, qkv_format="bshd", layer_number=1)
     plain = DotProductAttention(H, D, G, qkv_format="bshd", attn_mask_type="causal_bottom_right")
     q, k, v = make()
     params = InferenceParams(B, S, cache_dtype=torch.float8_e4m3fn, **cache)
-    held = [k[:, :0], v[:, :0]]  # what the cache should hold
+    held = [k[:, :0], v[:, :0]]  # the expected contents of the cache
 
     def advance(start, end):
         new = [x[:, start:end] for x in (q, k, v)]
-        held[:] = [torch.cat((h, rounded(x)), dim=1) for h, x in zip(held, new[1:], strict=True)]
+        held[:] = [
+            torch.cat((h, e4m3_rounded(x)), dim=1) for h, x in zip(held, new[1:], strict=True)
+        ]
         y = attention(*new, inference_params=params)
         params.sequence_len_offset += end - start
         assert torch.allclose(y, plain(new[0], *held), atol=1e-6)
@@ -212,7 +215,7 @@ def test_fp8_cache_is_attention_to_rounded_keys_and_values(cache):
     params.swap_key_value_dict(order)
     held = [x[order] for x in held]
     advance(6, 7)
-    params.sequence_len_offset = 4  # takes three tokens back
+    params.sequence_len_offset = 4  # drops three tokens
     held = [x[:, :4] for x in held]
     advance(7, 9)
     params.reset()
@@ -236,19 +239,19 @@ def test_nbytes_counts_all_layers_and_scales(cache_dtype, per_vector, device):
     assert params.nbytes == 2 * 2 * B * G * S * per_vector
 
 
-def test_what_is_kept_of_steps_does_not_grow_but_for_cuda_graphs(monkeypatch):
+def test_only_steps_captured_in_a_cuda_graph_are_kept_besides_the_last(monkeypatch):
     params = InferenceParams(1, S)
-    places = []
+    results = []
     for tokens in (2, 3, 4, 2):  # the first call of 2 is captured
-        monkeypatch.setattr(inference, "capturing", lambda first=not places: first)
+        monkeypatch.setattr(inference, "capturing", lambda first=not results: first)
         params.pre_step({tokens: tokens})
         params.append(1, *torch.randn(2, 1, G, tokens, D))
-        places.append(params.sequences(torch.device("cpu")))
-        assert len(params._places) == min(len(places), 2)
-    assert places[3] is places[0]
+        results.append(params.sequences(torch.device("cpu")))
+        assert len(params._places) == min(len(results), 2)
+    assert results[3] is results[0]
 
 
-def test_batch_offset_and_beam_search():
+def test_batch_offsets_and_reordered_rows_equal_a_full_call():
     attention = DotProductAttention(H, D, G, qkv_format="bshd", layer_number=1)
     q, k, v = make()
     params = InferenceParams(B, S)
@@ -268,7 +271,7 @@ def test_batch_offset_and_beam_search():
     assert params.pre_step({"a": 1, "b": 1}).before == (5, 5)
 
 
-def test_no_gradients_in_the_cache():
+def test_cached_keys_get_no_gradient():
     q, k, v = (x.requires_grad_() for x in make())
     attention = DotProductAttention(H, D, G, qkv_format="bshd", layer_number=1)
     y = attention(q, k, v, inference_params=InferenceParams(B, S))
@@ -277,11 +280,11 @@ def test_no_gradients_in_the_cache():
     assert dk is None
 
 
-def two_layers(hidden, positions, *, device, **how):
+def two_layers(hidden, positions, *, device, **options):
     """A model of two transformer layers with rotary positions."""
-    how |= {"num_gqa_groups": 2, "attn_input_format": "bshd", "device": device}
+    options |= {"num_gqa_groups": 2, "attn_input_format": "bshd", "device": device}
     layers = [
-        float8lab.TransformerLayer(hidden, 2 * hidden, 4, layer_number=n, **how).eval()
+        float8lab.TransformerLayer(hidden, 2 * hidden, 4, layer_number=n, **options).eval()
         for n in (1, 2)
     ]
     rope = RotaryPositionEmbedding(hidden // 4, device=device)(positions)
@@ -296,34 +299,37 @@ def two_layers(hidden, positions, *, device, **how):
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["in-step", "ragged"])
 @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=["", "fp8"])
-def test_a_model_of_layers_generates(ragged, cache_dtype):
+def test_a_model_that_generates_equals_one_full_call(ragged, cache_dtype):
     model = two_layers(32, 16, device="cpu", init_method=torch.nn.init.xavier_normal_)
     x = torch.randn(2, 10, 32)
-    whole = model(x)
+    expected = model(x)
     params = InferenceParams(2, 10, cache_dtype=cache_dtype)
     y = torch.zeros_like(x)
     if ragged:
         for step in ({"a": 5, "b": 3}, {"b": 4, "a": 1}, {"a": 4, "b": 3}):
-            known = params.pre_step(step)
+            params_step = params.pre_step(step)
             batch = torch.zeros(2, max(step.values()), 32)
             rows = ["ab".index(name) for name in step]
-            spans = [slice(b, b + n) for b, n in zip(known.before, known.lengths, strict=True)]
+            spans = [
+                slice(b, b + n)
+                for b, n in zip(params_step.before, params_step.lengths, strict=True)
+            ]
             for i, (row, span) in enumerate(zip(rows, spans, strict=True)):
-                batch[i, : known.lengths[i]] = x[row, span]
+                batch[i, : params_step.lengths[i]] = x[row, span]
             out = model(batch, params)
             for i, (row, span) in enumerate(zip(rows, spans, strict=True)):
-                y[row, span] = out[i, : known.lengths[i]]
+                y[row, span] = out[i, : params_step.lengths[i]]
     else:
         for start, end in ((0, 6), (6, 7), (7, 8), (8, 10)):
             y[:, start:end] = model(x[:, start:end], params)
             params.sequence_len_offset = end
     if cache_dtype is None:
-        assert torch.allclose(y, whole, atol=1e-5)
+        assert torch.allclose(y, expected, atol=1e-5)
     else:
-        assert 0 < (y - whole).norm() <= 0.05 * whole.norm()
+        assert 0 < (y - expected).norm() <= 0.05 * expected.norm()
 
 
-def test_what_does_not_fit_is_refused():
+def test_calls_that_do_not_fit_the_cache_are_refused():
     q, k, v = make()
     attention = DotProductAttention(H, D, G, qkv_format="bshd", layer_number=1)
     with pytest.raises(ValueError, match="room for rows 0 to 3 and positions 0 to 9"):
@@ -369,7 +375,7 @@ def test_what_does_not_fit_is_refused():
         attention(q, k, v, inference_params=InferenceParams(B, S, head_dim_v=9))
 
 
-def test_pages_that_are_not_there_are_refused_and_nothing_is_lost():
+def test_steps_beyond_the_pages_are_refused_and_leave_the_cache_unchanged():
     q, k, v = make()
     attention = DotProductAttention(H, D, G, qkv_format="bshd", layer_number=1)
     params = InferenceParams(3, S, is_paged=True, page_size=2, total_num_pages=5)
@@ -407,32 +413,32 @@ def test_pages_that_are_not_there_are_refused_and_nothing_is_lost():
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", [{}, {"is_paged": True, "page_size": 16}], ids=["", "paged"])
 @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=["", "fp8"])
-def test_a_step_in_a_cuda_graph(cache, cache_dtype):
-    """Captured once, replayed for sequences that grow, come and go."""
-    how = {"params_dtype": torch.bfloat16, "self_attn_mask_type": "causal"}
-    model = two_layers(64, 64, device="cuda", **how)
+def test_a_captured_step_replays_for_growing_sequences(cache, cache_dtype):
+    """A graph is captured once and replayed for sequences that grow, join and leave."""
+    options = {"params_dtype": torch.bfloat16, "self_attn_mask_type": "causal"}
+    model = two_layers(64, 64, device="cuda", **options)
     tokens = torch.randn(20, 2, 1, 64, device="cuda", dtype=torch.bfloat16)
     steps = [{"a": 1, "b": 1}] * 9 + [{"b": 1, "c": 1}] * 11
     eager, graphed = (InferenceParams(2, 64, cache_dtype=cache_dtype, **cache) for _ in range(2))
     static = tokens[0].clone()
     with torch.no_grad():
-        for number, (x, step) in enumerate(zip(tokens, steps, strict=True)):
+        for index, (x, step) in enumerate(zip(tokens, steps, strict=True)):
             eager.pre_step(step)
             graphed.pre_step(step)
             static.copy_(x)
-            if number < 2:
+            if index < 2:
                 y = model(static, graphed)
-            elif number == 2:
+            elif index == 2:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
                     y = model(static, graphed)
-            if number >= 2:
+            if index >= 2:
                 graph.replay()
             assert torch.equal(y, model(x, eager))
 
 
 @pytest.mark.gpu
-def test_prompts_attend_in_fp8():
+def test_prompts_run_fp8_attention():
     recipe = float8lab.recipes.Float8CurrentScaling(fp8_dpa=True)
     attention = DotProductAttention(8, 64, 2, qkv_format="bshd", layer_number=1)
     q, k, v = (torch.randn(2, 256, n, 64, device="cuda", dtype=torch.bfloat16) for n in (8, 2, 2))

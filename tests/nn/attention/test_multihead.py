@@ -1,4 +1,4 @@
-"""MultiheadAttention: every parameter's effect, against a plain float64 composition."""
+"""MultiheadAttention: the effect of every parameter, against a plain float64 composition."""
 
 import copy
 
@@ -36,11 +36,11 @@ def build(**kwargs):
 
 
 def parameters(module):
-    """Weights and biases of the plain composition, float64: q, k, v, proj and the norm."""
+    """The weights and biases of q, k, v, proj and the norm in float64, for ``float64_layer``."""
     p = {n: v.detach().double() for n, v in module.named_parameters()}
     d = module.kv_channels
     groups, heads = module.num_gqa_groups, module.num_attention_heads
-    found = {}
+    tensors = {}
     for kind in ("weight", "bias"):
         get = lambda name, kind=kind: p.get(f"{name}{kind}")  # noqa: E731
         if module.attention_type == "self":
@@ -50,30 +50,30 @@ def parameters(module):
             elif get(prefix) is None:
                 parts = [None] * 3
             elif module.qkv_weight_interleaved:
-                whole = get(prefix).unflatten(0, (groups, heads // groups + 2, d))
-                parts = [x.flatten(0, 2) for x in whole.split([heads // groups, 1, 1], 1)]
+                fused = get(prefix).unflatten(0, (groups, heads // groups + 2, d))
+                parts = [x.flatten(0, 2) for x in fused.split([heads // groups, 1, 1], 1)]
             else:
                 parts = get(prefix).split([heads * d, groups * d, groups * d])
         else:
             prefix = "layernorm_query." if module.input_layernorm else "query_layer."
-            first = get(prefix if module.fuse_qkv_params else f"{prefix}query_")
+            query = get(prefix if module.fuse_qkv_params else f"{prefix}query_")
             if not module.fuse_qkv_params:
-                rest = [get(f"key_value.{n}_") for n in ("key", "value")]
+                key_value = [get(f"key_value.{n}_") for n in ("key", "value")]
             elif get("key_value.") is None:
-                rest = [None] * 2
+                key_value = [None] * 2
             elif module.qkv_weight_interleaved:
-                whole = get("key_value.").unflatten(0, (groups, 2, d))
-                rest = [x.flatten(0, 1) for x in whole.unbind(1)]
+                fused = get("key_value.").unflatten(0, (groups, 2, d))
+                key_value = [x.flatten(0, 1) for x in fused.unbind(1)]
             else:
-                rest = get("key_value.").chunk(2)
-            parts = [first, *rest]
-        found[kind] = [*parts, get("proj.")]
-        found[f"norm_{kind}"] = p.get(f"{prefix}layer_norm_{kind}")
-    return found
+                key_value = get("key_value.").chunk(2)
+            parts = [query, *key_value]
+        tensors[kind] = [*parts, get("proj.")]
+        tensors[f"norm_{kind}"] = p.get(f"{prefix}layer_norm_{kind}")
+    return tensors
 
 
-def plain(module, x, encoder=None, *, visible, eps=1e-5, angles=None):
-    """The layer in float64; returns its output, the bias left out of it, and the norm's output."""
+def float64_layer(module, x, encoder=None, *, visible, eps=1e-5, angles=None):
+    """The layer in float64; returns its output, the bias of proj, and the norm's output."""
     w = parameters(module)
     x = x.double()
     normed = x
@@ -129,27 +129,27 @@ def close(actual, expected):
 @each_config
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("norm", [None, "LayerNorm", "RMSNorm"], ids=str)
-def test_self_attention(config, bias, norm):
+def test_self_attention_equals_float64(config, bias, norm):
     kwargs = {} if norm is None else {"input_layernorm": True, "normalization": norm}
     module = build(bias=bias, **CONFIGS[config], **kwargs)
     x = torch.randn(B, S, HIDDEN)
-    assert close(module(x), plain(module, x, visible=causal)[0])
+    assert close(module(x), float64_layer(module, x, visible=causal)[0])
     assert any(n.endswith("bias") and "layer_norm" not in n for n, _ in
                module.named_parameters()) is bias  # fmt: skip
 
 
 @each_config
 @pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
-def test_cross_attention(config, norm):
+def test_cross_attention_equals_float64(config, norm):
     module = build(
         attention_type="cross", attn_mask_type="no_mask", input_layernorm=norm, **CONFIGS[config]
     )
     x, encoder = torch.randn(B, S, HIDDEN), torch.randn(B, SE, HIDDEN)
     y = module(x, encoder_output=encoder)
-    assert close(y, plain(module, x, encoder, visible=everything)[0])
+    assert close(y, float64_layer(module, x, encoder, visible=everything)[0])
 
 
-def test_every_gradient():
+def test_every_gradient_equals_float64():
     module = build(input_layernorm=True)
     x = torch.randn(B, S, HIDDEN, requires_grad=True)
     dy = torch.randn(B, S, HIDDEN)
@@ -161,17 +161,17 @@ def test_every_gradient():
     x64 = x.detach().double().requires_grad_()
     twin.zero_grad()
     twin(x64).backward(dy.double())
-    assert close(twin(x64), plain(module, x.detach(), visible=causal)[0])
+    assert close(twin(x64), float64_layer(module, x.detach(), visible=causal)[0])
     assert close(x.grad, x64.grad)
     for (name, p), q in zip(module.named_parameters(), twin.parameters(), strict=True):
         assert close(p.grad, q.grad), name
 
 
-def test_returned_bias_and_norm_output():
+def test_returned_bias_and_norm_output_equal_float64():
     x = torch.randn(B, S, HIDDEN)
     module = build(return_bias=True, input_layernorm=True, return_layernorm_output=True)
     y, bias, normed = module(x)
-    expected, expected_bias, expected_normed = plain(module, x, visible=causal)
+    expected, expected_bias, expected_normed = float64_layer(module, x, visible=causal)
     assert close(y, expected)
     assert close(bias, expected_bias)
     assert close(normed, expected_normed)
@@ -180,72 +180,74 @@ def test_returned_bias_and_norm_output():
         return_layernorm_output=True,
     )  # fmt: skip
     y, normed = cross(x, encoder_output=x)
-    expected, _, expected_normed = plain(cross, x, x, visible=everything)
+    expected, _, expected_normed = float64_layer(cross, x, x, visible=everything)
     assert close(y, expected)
     assert close(normed, expected_normed)
 
 
-def test_norm_parameters():
+def test_zero_centered_gamma_and_epsilon_of_the_norm_take_effect():
     x = torch.randn(B, S, HIDDEN)
     module = build(input_layernorm=True, zero_centered_gamma=True, layernorm_epsilon=0.5)
-    assert close(module(x), plain(module, x, visible=causal, eps=0.5)[0])
+    assert close(module(x), float64_layer(module, x, visible=causal, eps=0.5)[0])
     fresh = MultiheadAttention(HIDDEN, H, input_layernorm=True, zero_centered_gamma=True,
                                device="cpu")  # fmt: skip
     assert torch.equal(fresh.layernorm_qkv.layer_norm_weight, torch.zeros(HIDDEN))
 
 
-def test_kv_channels_and_groups():
+def test_kv_channels_and_groups_equal_float64():
     for kwargs in ({"kv_channels": 16}, {"num_gqa_groups": None}, {"num_gqa_groups": 1}):
         module = build(**kwargs)
         x = torch.randn(B, S, HIDDEN)
-        assert close(module(x), plain(module, x, visible=causal)[0])
+        assert close(module(x), float64_layer(module, x, visible=causal)[0])
     assert build(kv_channels=16).proj.weight.shape == (HIDDEN, 64)
 
 
 def test_scale_mask_and_window_reach_the_attention():
     x = torch.randn(B, S, HIDDEN)
     module = build(attn_mask_type="no_mask", window_size=(1, 1))
-    near = plain(module, x, visible=lambda b, h, i, j: abs(i - j) <= 1)[0]
-    assert close(module(x), near)
-    causal_near = plain(module, x, visible=lambda b, h, i, j: 0 <= i - j <= 2)[0]
-    assert close(module(x, attn_mask_type="causal", window_size=(2, 0)), causal_near)
+    windowed = float64_layer(module, x, visible=lambda b, h, i, j: abs(i - j) <= 1)[0]
+    assert close(module(x), windowed)
+    causal_windowed = float64_layer(module, x, visible=lambda b, h, i, j: 0 <= i - j <= 2)[0]
+    assert close(module(x, attn_mask_type="causal", window_size=(2, 0)), causal_windowed)
     mask = torch.arange(S) >= torch.tensor([[3], [S]])
     y = module(x, mask[:, None, None], attn_mask_type="padding", window_size=(-1, -1))
     visible = lambda b, h, i, j: max(i, j) < (3, S)[b]  # noqa: E731
-    assert close(y, plain(module, x, visible=visible)[0])
+    assert close(y, float64_layer(module, x, visible=visible)[0])
     assert build(softmax_scale=0.5).core_attention.softmax_scale == 0.5
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
-@pytest.mark.parametrize("pair", [False, True], ids=["one", "pair"])
-def test_rotary(pair, interleaved):
+@pytest.mark.parametrize("pair", [False, True], ids=["shared-angles", "pair"])
+def test_rotary_embeddings_equal_float64(pair, interleaved):
     module = build(rotary_pos_interleaved=interleaved)
     x = torch.randn(B, S, HIDDEN)
     rope = RotaryPositionEmbedding(D, interleaved=interleaved, device="cpu")
     angles = (rope(S), rope(S, offset=3)) if pair else (rope(S), rope(S))
     y = module(x, rotary_pos_emb=angles if pair else angles[0])
-    assert close(y, plain(module, x, visible=causal, angles=angles)[0])
+    assert close(y, float64_layer(module, x, visible=causal, angles=angles)[0])
     assert not close(module(x), y.double())
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("before_rope", [False, True], ids=["after-rope", "before-rope"])
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
-def test_qk_norm_and_sinks(kind, before):
-    names = {"qk_norm_type": kind, "qk_norm_before_rope": before, "softmax_type": "learnable"}
+def test_qk_norms_and_sinks_equal_float64_and_have_gradients(kind, before_rope):
+    names = {"qk_norm_type": kind, "qk_norm_before_rope": before_rope, "softmax_type": "learnable"}
     module = build(**names)
-    added = {n for n, _ in module.named_parameters()} - {n for n, _ in build().named_parameters()}
+    new_names = {n for n, _ in module.named_parameters()} - {
+        n for n, _ in build().named_parameters()
+    }
     norms = {"q_norm.weight", "k_norm.weight"}
     norms |= {"q_norm.bias", "k_norm.bias"} if kind == "LayerNorm" else set()
-    assert added == {*norms, "core_attention.softmax_offset"}
+    assert new_names == {*norms, "core_attention.softmax_offset"}
     assert module.core_attention.softmax_offset.shape == (H,)
     with torch.no_grad():
-        for name in added:
+        for name in new_names:
             module.get_parameter(name).add_(torch.randn_like(module.get_parameter(name)))
     angles, x = RotaryPositionEmbedding(D, device="cpu")(S), torch.randn(B, S, HIDDEN)
     y = module(x, rotary_pos_emb=angles)
-    assert close(y, plain(module, x, visible=causal, angles=(angles, angles))[0])
+    assert close(y, float64_layer(module, x, visible=causal, angles=(angles, angles))[0])
     y.sum().backward()
-    assert all(module.get_parameter(name).grad.any() for name in added)
+    assert all(module.get_parameter(name).grad.any() for name in new_names)
     module.reset_parameters()
     assert not module.core_attention.softmax_offset.any()
     layer = float8lab.TransformerLayer(HIDDEN, HIDDEN, H, G, device="cpu", **names)
@@ -253,7 +255,7 @@ def test_qk_norm_and_sinks(kind, before):
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-4])
-def test_l2_normalization(size):
+def test_l2_normalization_and_its_gradient_equal_float64(size):
     module = build(qk_norm_type="L2Normalization", qk_norm_eps=1e-6)
     assert module.state_dict().keys() == build().state_dict().keys()
     x = (torch.randn(3, 2, 4, D) * size).requires_grad_()
@@ -283,7 +285,7 @@ def test_parameter_names_are_those_of_transformer_engine():
     assert names(attention_type="cross") == cross | query | proj
 
 
-def test_checkpoints_of_transformer_engine_load():
+def test_state_dicts_of_transformer_engine_load():
     module = build(input_layernorm=True)
     extra = {"core_attention._extra_state": torch.zeros(3), "proj._extra_state": None}
     state = {**module.state_dict(), **extra}
@@ -292,7 +294,7 @@ def test_checkpoints_of_transformer_engine_load():
         module.load_state_dict({**state, "proj.extra": torch.zeros(1)})
 
 
-def test_init_methods_dtype_and_device():
+def test_init_methods_dtype_and_device_take_effect():
     module = MultiheadAttention(
         16, 2, init_method=nn.init.ones_, output_layer_init_method=nn.init.zeros_, device="meta",
         params_dtype=torch.bfloat16,
@@ -314,12 +316,12 @@ RECIPES = {
 
 @each_config
 @pytest.mark.parametrize("name", RECIPES)
-def test_fp8_is_that_of_the_parts(config, name):
-    """The fused projection equals three linear layers in a row of one cast, then attention."""
+def test_fp8_equals_the_projections_and_attention_called_in_turn(config, name):
+    """The module equals its fused projection, attention and output projection, called in turn."""
     module = build(input_layernorm=True, **CONFIGS[config])
     parts = copy.deepcopy(module)
     x, dy = torch.randn(B, S, HIDDEN), torch.randn(B, S, HIDDEN)
-    for _ in range(2):  # a second step, whose delayed scales the first one made
+    for _ in range(2):  # the delayed scales of the second step come from the first
         results = []
         with float8lab.autocast(recipe=RECIPES[name]):
             y = module(x)
@@ -344,17 +346,17 @@ def test_fp8_is_that_of_the_parts(config, name):
 
 
 def test_is_first_microbatch_reaches_the_projections(monkeypatch):
-    seen = []
+    calls = []
     original = float8lab.nn.linear.Linear.forward
 
     def forward(self, inp, is_first_microbatch=None):
-        seen.append(is_first_microbatch)
+        calls.append(is_first_microbatch)
         return original(self, inp, is_first_microbatch)
 
     monkeypatch.setattr(float8lab.nn.linear.Linear, "forward", forward)
     module = build()
     module(torch.randn(B, S, HIDDEN), is_first_microbatch=False)
-    assert seen == [False, False]
+    assert calls == [False, False]
 
 
 def test_wrong_arguments_are_refused():
@@ -381,11 +383,11 @@ def test_wrong_arguments_are_refused():
         cross(x, encoder_output=x, inference_params=float8lab.InferenceParams(2, 8))
 
 
-def test_arguments_without_effect_on_one_rank():
+def test_parallel_arguments_have_no_effect_on_one_rank():
     module = build(sequence_parallel=True, set_parallel_mode=True, tp_size=1, tp_group=None,
                    layer_number=3)  # fmt: skip
     module.set_tensor_parallel_group(None)
     module.set_context_parallel_group(None, [0], None)
     x = torch.randn(B, S, HIDDEN)
-    assert close(module(x), plain(module, x, visible=causal)[0])
+    assert close(module(x), float64_layer(module, x, visible=causal)[0])
     assert module.core_attention.layer_number == 3

@@ -1,4 +1,4 @@
-"""convert_to_float8: what is converted, what survives, and what the report says."""
+"""convert_to_float8: which layers it converts, what survives, and the conversion report."""
 
 import copy
 import io
@@ -50,18 +50,18 @@ class Model(nn.Module):
 TOKENS = torch.arange(12).view(2, 6)
 
 
-def converted(report):
+def converted_names(report):
     return [layer.name for layer in report.converted]
 
 
-def warns_of_nothing(reason=""):
-    """Of a conversion that converts nothing, and why."""
+def warns_that_nothing_converts(reason=""):
+    """Expects the warning of a conversion that converts nothing, with this reason."""
     return pytest.warns(
         UserWarning, match=rf"^convert_to_float8 (converted none|found no).*{reason}"
     )
 
 
-def test_everything_that_a_user_holds_stays_the_same():
+def test_modules_parameters_and_optimizers_stay_the_same_objects():
     model = Model()
     parameters = dict(model.named_parameters())
     layers = dict(model.named_modules())
@@ -78,7 +78,7 @@ def test_everything_that_a_user_holds_stays_the_same():
     assert not torch.equal(model.blocks[0].attn.weight, before)
 
 
-def test_plain_checkpoints_load_strictly_both_ways():
+def test_state_dicts_load_strictly_into_and_from_converted_models():
     plain, model = Model(), Model()
     float8lab.convert_to_float8(model, recipes.DelayedScaling())
     model(TOKENS).sum().backward()
@@ -95,9 +95,9 @@ def test_fp8_runs_by_default_and_obeys_autocast():
         assert torch.equal(model(TOKENS), reference(TOKENS))
 
 
-def test_the_model_is_walked_once_and_each_module_asked_once(monkeypatch):
+def test_conversion_walks_the_model_once_and_classifies_each_module_once(monkeypatch):
     model = Model()
-    walks, asked = [], []
+    walks, classified = [], []
     named_modules, experts_class = nn.Module.named_modules, walk.experts_class
 
     def count_walks(module, *args, **kwargs):
@@ -105,18 +105,18 @@ def test_the_model_is_walked_once_and_each_module_asked_once(monkeypatch):
         return named_modules(module, *args, **kwargs)
 
     def count_modules(module):
-        asked.append(module)
+        classified.append(module)
         return experts_class(module)
 
     monkeypatch.setattr(nn.Module, "named_modules", count_walks)
     monkeypatch.setattr(walk, "experts_class", count_modules)
     float8lab.convert_to_float8(model, recipes.DelayedScaling(), freeze_weights=True)
     assert len(walks) == 1
-    assert len(asked) == len(set(asked))
-    assert not any(isinstance(module, nn.Linear) for module in asked)  # whose class is known
+    assert len(classified) == len(set(classified))
+    assert not any(isinstance(module, nn.Linear) for module in classified)  # their class is known
 
 
-def test_idempotent_and_recipes_can_change():
+def test_a_second_conversion_changes_nothing_but_the_recipe():
     model = Model()
     first = report_of(model)
     layer = model.lm_head
@@ -126,7 +126,7 @@ def test_idempotent_and_recipes_can_change():
     assert model.lm_head._fp8.recipe == BLOCK
 
 
-def test_to_high_precision_undoes_it():
+def test_to_high_precision_restores_the_model():
     model = Model()
     reference = copy.deepcopy(model)
     float8lab.convert_to_float8(model, recipes.DelayedScaling())
@@ -152,7 +152,7 @@ def test_to_high_precision_dequantizes_stored_weights():
     assert torch.equal(model[0].weight, value)
 
 
-def test_hooks_and_attributes_survive():
+def test_hooks_and_attributes_survive_conversion():
     layer = nn.Linear(16, 16)
     calls = []
     layer.register_forward_hook(lambda m, a, out: calls.append("forward"))
@@ -160,7 +160,9 @@ def test_hooks_and_attributes_survive():
     layer.note = "mine"
     float8lab.convert_to_float8(layer)
     x = torch.randn(2, 16, requires_grad=True)
-    (layer(x) - layer.forward(input=x)).sum().backward()  # torch's name of it
+    (
+        layer(x) - layer.forward(input=x)
+    ).sum().backward()  # ``input`` is torch's name of the argument
     assert calls == ["forward", "backward"]
     assert layer.note == "mine"
     assert isinstance(layer, float8lab.Linear)  # a model may itself be a linear layer
@@ -171,7 +173,7 @@ class Halve(nn.Module):
         return weight / 2
 
 
-def test_parametrizations_survive_and_can_be_removed():
+def test_parametrizations_survive_conversion_and_can_be_removed():
     layer = nn.Linear(16, 16, bias=False)
     parametrize.register_parametrization(layer, "weight", Halve())
     float8lab.convert_to_float8(layer)
@@ -189,7 +191,7 @@ def test_parametrizations_survive_and_can_be_removed():
     assert type(layer) is nn.Linear
 
 
-def test_parametrizing_a_converted_layer():
+def test_a_converted_layer_can_be_parametrized():
     layer = float8lab.convert_to_float8(nn.Linear(16, 16))
     weight_norm(layer)
     assert gemms_of(layer, torch.randn(4, 16)) == (1, 0)
@@ -206,7 +208,7 @@ class WithoutForward(nn.Linear):
         return "mine"
 
 
-def test_the_repr_says_the_recipe_and_what_is_stored():
+def test_the_repr_shows_the_recipe_and_stored_weights():
     recipe = recipes.Float8CurrentScaling(amax_epsilon=1e-6)
     model = nn.Sequential(nn.Linear(64, 64), WithoutForward(64, 64), nn.Linear(64, 64))
     float8lab.convert_to_float8(model, recipe, overrides={"0": recipes.Float8CurrentScaling()})
@@ -223,25 +225,25 @@ def test_the_repr_says_the_recipe_and_what_is_stored():
     assert repr(model[2]) == "Linear(in_features=64, out_features=64, bias=True)"
 
 
-def test_the_repr_of_modules_of_this_library():
-    """Which follow autocast until they are converted."""
-    kinds = (
+def test_the_repr_of_fused_modules_shows_the_recipe_and_stored_weights():
+    """Before a conversion they follow autocast, and their repr has no recipe."""
+    modules = (
         float8lab.LayerNormLinear(16, 16, device="cpu"),
         float8lab.LayerNormMLP(16, 16, device="cpu"),
         float8lab.GroupedLinear(2, 16, 16, device="cpu"),
         float8lab.ExpertMLP(2, 16, 16, device="cpu"),
     )
-    for module in kinds:
+    for module in modules:
         assert "recipe" not in repr(module)
         float8lab.convert_to_float8(module, BLOCK, freeze_weights=True)
-        said = repr(module).partition(", recipe=")[2]
-        assert said.startswith("Float8BlockScaling(), weight=e4m3 "), said
-        assert said.endswith("128x128)"), said
-    # A weight that another module has, too, is not stored in FP8.
+        recipe_text = repr(module).partition(", recipe=")[2]
+        assert recipe_text.startswith("Float8BlockScaling(), weight=e4m3 "), recipe_text
+        assert recipe_text.endswith("128x128)"), recipe_text
+    # A weight that another module shares is not stored in FP8.
     shared = float8lab.LayerNormMLP(16, 16, device="cpu")
-    tied = nn.ModuleList([shared, nn.Embedding(16, 16)])
-    tied[1].weight = shared.fc1_weight
-    float8lab.convert_to_float8(tied, BLOCK, freeze_weights=True)
+    model = nn.ModuleList([shared, nn.Embedding(16, 16)])
+    model[1].weight = shared.fc1_weight
+    float8lab.convert_to_float8(model, BLOCK, freeze_weights=True)
     assert repr(shared).endswith(", recipe=Float8BlockScaling(), fc2_weight=e4m3 128x128)")
 
 
@@ -261,28 +263,28 @@ def test_subclasses_without_a_forward_are_converted_and_keep_their_methods():
     assert type(layer) is WithoutForward
 
 
-def test_subclasses_with_a_forward_are_left_alone_unless_named():
+def test_subclasses_with_a_forward_are_skipped_unless_named():
     model = nn.Sequential(WithForward(8, 8), nn.Linear(8, 8))
     report = report_of(model)
-    assert converted(report) == ["1"]
+    assert converted_names(report) == ["1"]
     assert type(model[0]) is WithForward
     assert report.skipped[0].note == (
         "WithForward has a forward of its own; name it in overrides to convert"
     )
     report = report_of(model, overrides={"0": recipes.Float8CurrentScaling()})
-    assert converted(report) == ["0", "1"]
+    assert converted_names(report) == ["0", "1"]
 
 
-def test_a_forward_replaced_on_the_layer_is_left_alone():
+def test_a_layer_whose_forward_was_replaced_is_skipped():
     layer = nn.Linear(8, 8)
     layer.forward = lambda x: x
-    with warns_of_nothing("of 1: forward was replaced on the layer itself"):
+    with warns_that_nothing_converts("of 1: forward was replaced on the layer itself"):
         report = report_of(layer)
     assert report.skipped[0].note == "forward was replaced on the layer itself"
 
 
 class Experts(nn.Module):
-    """Stacked weights, a router's and what only looks like a matrix."""
+    """Stacked weights of experts, and parameters that only look like matrices."""
 
     def __init__(self):
         super().__init__()
@@ -298,7 +300,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.randn(4, 16))
 
 
-def test_modules_that_multiply_by_their_own_parameters_are_reported():
+def test_modules_with_gemms_of_their_own_parameters_are_reported_as_skipped():
     model = nn.ModuleDict(
         {
             "experts": Experts(), "router": Router(), "lstm": nn.LSTM(16, 16),
@@ -307,7 +309,7 @@ def test_modules_that_multiply_by_their_own_parameters_are_reported():
             "embed": nn.Embedding(5, 6),
         }
     )  # fmt: skip
-    with warns_of_nothing():
+    with warns_that_nothing_converts():
         report = report_of(model)
     assert {layer.name: (layer.shape, layer.note) for layer in report.skipped} == {
         "experts": ((4, 32, 16), "no linear layer: Experts multiplies by its up, down itself"),
@@ -324,13 +326,13 @@ def test_modules_that_multiply_by_their_own_parameters_are_reported():
     with pytest.raises(ValueError, match=r"(?s)experts: no linear layer.*lstm"):
         float8lab.convert_to_float8(model, strict=True)
     names = [layer.name for layer in report.skipped]
-    with warns_of_nothing("excluded by"):
+    with warns_that_nothing_converts("excluded by"):
         float8lab.convert_to_float8(model, exclude=names, strict=True)
 
 
 def test_lazy_and_float64_layers_are_skipped_with_the_reason():
     model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8, dtype=torch.float64))
-    with warns_of_nothing():
+    with warns_that_nothing_converts():
         report = report_of(model, "auto")
     assert [layer.note for layer in report.skipped] == [
         "not initialised yet; run one batch first",
@@ -339,7 +341,7 @@ def test_lazy_and_float64_layers_are_skipped_with_the_reason():
 
 
 class Scaled(nn.Linear):
-    """A subclass with a constructor, attributes and a method of its own."""
+    """A subclass with its own constructor, attribute and method."""
 
     def __init__(self, width, *, factor):
         super().__init__(width, width)
@@ -372,7 +374,7 @@ def test_a_converted_model_can_be_copied(duplicate, kind, monkeypatch):
     else:
         file = io.BytesIO()
         torch.save(model, file)
-        monkeypatch.setattr(swap, "_CLASSES", {nn.Linear: float8lab.Linear})  # a new process
+        monkeypatch.setattr(swap, "_CLASSES", {nn.Linear: float8lab.Linear})  # as in a new process
         twin = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
     if kind is WithSubclasses:
         layer = twin.blocks[0].attn
@@ -384,7 +386,7 @@ def test_a_converted_model_can_be_copied(duplicate, kind, monkeypatch):
     twin.zero_grad()
     for _ in range(2):
         assert torch.equal(model(TOKENS), twin(TOKENS))
-        assert states(model) == states(twin)  # the scales advanced alike
+        assert states(model) == states(twin)  # the scales advance in the same way
     twin(TOKENS)
     assert states(model) != states(twin)
 
@@ -403,26 +405,26 @@ def test_a_converted_model_can_be_copied(duplicate, kind, monkeypatch):
         ("*.0.attn", {"blocks.0.attn"}),
     ],
 )
-def test_exclude_matches_components_or_globs(pattern, expected):
+def test_exclude_matches_components_of_names_or_globs(pattern, expected):
     report = report_of(Model(), exclude=[pattern])
     assert {layer.name for layer in report.skipped} == expected
     assert report.unmatched == (() if expected else (pattern,))
 
 
-def test_filter_fn_gets_layer_and_name():
+def test_filter_fn_is_called_with_layer_and_name():
     model = Model()
-    seen = []
+    calls = []
 
-    def wanted(layer, name):
-        seen.append((name, layer.out_features))
+    def without_attn2(layer, name):
+        calls.append((name, layer.out_features))
         return "attn2" not in name
 
-    report = report_of(model, filter_fn=wanted)
-    assert converted(report) == ["blocks.0.attn", "blocks.1.attn", "lm_head"]
-    assert ("lm_head", 32) in seen
+    report = report_of(model, filter_fn=without_attn2)
+    assert converted_names(report) == ["blocks.0.attn", "blocks.1.attn", "lm_head"]
+    assert ("lm_head", 32) in calls
 
 
-def test_overrides_win_over_recipe_and_autocast():
+def test_overrides_take_precedence_over_recipe_and_autocast():
     model = Model()
     overrides = {"blocks": BLOCK, "blocks.1": None, "lm_head": recipes.Float8RowwiseScaling()}
     report = report_of(model, overrides=overrides)
@@ -434,14 +436,16 @@ def test_overrides_win_over_recipe_and_autocast():
         model(TOKENS)
     assert counts.fp8_by_module == {"blocks.0.attn": 1, "blocks.0.attn2": 1, "lm_head": 1}
     assert counts.high_precision_by_module == {"blocks.1.attn": 1, "blocks.1.attn2": 1}
-    assert not model.blocks[0].attn._fp8.slots  # no delayed state: its own recipe was used
+    assert not model.blocks[
+        0
+    ].attn._fp8.slots  # no delayed state: the layer used the recipe of overrides
 
 
-def test_overrides_keep_layers_in_high_precision_that_were_in_fp8_before():
+def test_overrides_with_none_turn_fp8_off_in_converted_layers():
     norm_linear = float8lab.LayerNormLinear(16, 16, device="cpu")
     model = nn.Sequential(norm_linear, nn.Linear(16, 16), nn.Linear(16, 16))
     float8lab.convert_to_float8(model)
-    assert converted(report_of(model, overrides={"0": None, "1": None})) == ["2"]
+    assert converted_names(report_of(model, overrides={"0": None, "1": None})) == ["2"]
     for recipe in (None, recipes.DelayedScaling()):
         with float8lab.autocast(recipe=recipe), float8lab.count_gemms() as counts:
             model(torch.randn(4, 16))
@@ -457,7 +461,7 @@ def test_overrides_keep_layers_in_high_precision_that_were_in_fp8_before():
         ({"overrides": {"lm_head": 1}}, r"overrides\['lm_head'\] must be one of"),
     ],
 )
-def test_what_is_not_a_recipe_is_refused(arguments, message):
+def test_a_value_that_is_not_a_recipe_is_refused(arguments, message):
     with pytest.raises(TypeError, match=message):
         float8lab.convert_to_float8(Model(), **arguments)
 
@@ -473,44 +477,44 @@ def decoder_layer(width, mlp, device="meta"):
     )
 
 
-def test_auto_leaves_a_small_model_as_it_was():
+def test_auto_leaves_a_small_model_unchanged():
     model = Model()
     reference = copy.deepcopy(model)
-    with warns_of_nothing("of 4: bfloat16 is faster: 12 us"):
+    with warns_that_nothing_converts("of 4: bfloat16 is faster: 12 us"):
         float8lab.convert_to_float8(model, "auto", strict=True)
-    assert converted(float8lab.conversion_report(model)) == []
+    assert converted_names(float8lab.conversion_report(model)) == []
     assert [type(m) for m in model.modules()] == [type(m) for m in reference.modules()]
     assert not model._forward_pre_hooks
     assert torch.equal(model(TOKENS), reference(TOKENS))
 
 
-def test_auto_converts_a_large_layer_on_a_cpu_as_for_a_gpu():
+def test_auto_on_a_cpu_predicts_for_a_gpu_and_converts_a_large_layer():
     auto = recipes.Auto(mode="cuda_graph", candidates=(BLOCK,))
     model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 16))
-    assert converted(report_of(model, auto)) == ["0"]
+    assert converted_names(report_of(model, auto)) == ["0"]
     assert model[0]._fp8.recipe == BLOCK
     assert not model[0]._fp8.pinned
     with float8lab.count_gemms() as counts:
         model(torch.randn(4, 2048)).sum().backward()
     assert counts.fp8_by_module == {"0": 2}  # the input needs no gradient
     float8lab.convert_to_float8(model, recipes.Auto(mode="cuda_graph"))
-    assert model[0]._fp8.recipe == recipes.Auto().candidates[-1]  # delayed: each call is a region
+    assert model[0]._fp8.recipe == recipes.Auto().candidates[-1]  # delayed; each call is a region
     model(torch.randn(4, 2048))
     (slots,) = model[0]._fp8.slots.values()
     assert slots.tensors()["steps"].tolist() == [1, 1, 0]
 
 
-def test_auto_depends_on_the_tokens():
+def test_auto_depends_on_the_number_of_tokens():
     few, many = decoder_layer(4096, 14336), decoder_layer(4096, 14336)
-    with warns_of_nothing("bfloat16 is faster"):
+    with warns_that_nothing_converts("bfloat16 is faster"):
         float8lab.convert_to_float8(few, recipes.Auto(tokens=32))
-    assert converted(float8lab.conversion_report(few)) == []
+    assert converted_names(float8lab.conversion_report(few)) == []
     report = report_of(many, "auto")
-    assert len(converted(report)) == 7
+    assert len(converted_names(report)) == 7
     assert str(report) == str(report_of(many, recipes.Auto(tokens=16384)))
 
 
-def test_auto_decides_for_modules_of_this_library():
+def test_auto_decides_for_fused_modules():
     def make(D, F):
         norm = {"normalization": "RMSNorm", "bias": False, "device": "meta"}
         return nn.Sequential(
@@ -520,17 +524,17 @@ def test_auto_decides_for_modules_of_this_library():
         )
 
     small, large = make(256, 256), make(4096, 4096)
-    with warns_of_nothing("bfloat16 is"):
+    with warns_that_nothing_converts("bfloat16 is"):
         float8lab.convert_to_float8(small, "auto")
-    assert converted(float8lab.conversion_report(small)) == []
+    assert converted_names(float8lab.conversion_report(small)) == []
     report = report_of(large, "auto")
-    assert converted(report) == ["0", "1", "2"]
-    # Two GEMMs of 4096 features: 4 and 2 times as many operations as those of the first.
+    assert converted_names(report) == ["0", "1", "2"]
+    # The MLP's two GEMMs have 4 and 2 times as many operations as the GEMM of the first layer.
     first, mlp = (float(layer.note.split(": ")[1].split(" ms")[0]) for layer in report.layers[:2])
     assert 5.5 * first < mlp < 6.5 * first
 
 
-def test_auto_weighs_the_casts_of_all_experts():
+def test_auto_includes_the_casts_of_all_experts():
     def report(experts, tokens, *candidates):
         model = nn.Sequential(experts)
         auto = recipes.Auto(tokens=tokens, mode="cuda_graph", candidates=candidates)
@@ -538,55 +542,55 @@ def test_auto_weighs_the_casts_of_all_experts():
 
     rowwise = recipes.Float8RowwiseScaling()
     small = float8lab.ExpertMLP(128, 2048, 768, device="meta")
-    with warns_of_nothing("bfloat16 is faster: .*, Float8RowwiseScaling .* ms casts"):
+    with warns_that_nothing_converts("bfloat16 is faster: .*, Float8RowwiseScaling .* ms casts"):
         report(small, 8 * 32768, rowwise)
-    chosen = report(small, 8 * 32768, rowwise, BLOCK)
-    assert chosen.layers[0].note.startswith("Float8BlockScaling(): ")
+    block_report = report(small, 8 * 32768, rowwise, BLOCK)
+    assert block_report.layers[0].note.startswith("Float8BlockScaling(): ")
     small.config = types.SimpleNamespace(num_experts_per_tok=8)
-    assert report(small, 32768, BLOCK).layers[0].note == chosen.layers[0].note
+    assert report(small, 32768, BLOCK).layers[0].note == block_report.layers[0].note
     wide = float8lab.GroupedLinear(8, 7168, 2048, bias=False, device="meta")
-    assert converted(report(wide, 32768, rowwise)) == ["0"]
+    assert converted_names(report(wide, 32768, rowwise)) == ["0"]
 
 
-def test_auto_turns_fp8_off_where_it_does_not_pay():
+def test_auto_turns_fp8_off_where_bfloat16_is_faster():
     model = nn.Sequential(nn.Linear(16, 16), float8lab.LayerNormLinear(16, 16, device="cpu"))
     float8lab.convert_to_float8(model)
-    with warns_of_nothing("bfloat16 is faster"):
+    with warns_that_nothing_converts("bfloat16 is faster"):
         report = report_of(model, "auto")
-    assert converted(report) == []
+    assert converted_names(report) == []
     assert gemms_of(model, torch.randn(4, 16)) == (0, 2)
 
 
-def test_auto_in_overrides_and_beside_them():
+def test_auto_may_be_an_override_of_single_layers():
     model = decoder_layer(4096, 14336)
     report = report_of(model, overrides={"k": "auto", "v": recipes.Auto(tokens=32), "q": None})
     notes = {layer.name: layer.note for layer in report.layers}
     assert notes["q"] == "high precision by overrides"
     assert notes["o"] == "Float8CurrentScaling()"
-    assert notes["k"].startswith("bfloat16: DelayedScaling saves")  # alone, it hides no CPU time
+    assert notes["k"].startswith("bfloat16: DelayedScaling saves")  # one layer hides no CPU time
     assert notes["v"].startswith("bfloat16 is faster")
     assert [note.split(",")[1] for note in report.notes] == [" 16384 tokens", " 32 tokens"]
 
 
-def test_auto_needs_an_fp8_gemm(monkeypatch):
+def test_auto_converts_nothing_without_fp8_gemms_on_the_device(monkeypatch):
     monkeypatch.setattr(reports, "may_multiply", lambda *blocks, **dtypes: False)
-    with warns_of_nothing("of 7: bfloat16: no recipe has FP8 GEMMs on its device"):
+    with warns_that_nothing_converts("of 7: bfloat16: no recipe has FP8 GEMMs on its device"):
         model = float8lab.convert_to_float8(decoder_layer(4096, 14336), "auto")
     report = float8lab.conversion_report(model)
-    assert converted(report) == []
+    assert converted_names(report) == []
     assert {layer.note for layer in report.layers} == {
         "bfloat16: no recipe has FP8 GEMMs on its device"
     }
 
 
-EVERY = [
+FREEZE_RECIPES = [
     recipes.Float8CurrentScaling(), recipes.DelayedScaling(), recipes.Float8RowwiseScaling(), BLOCK,
     recipes.MXFP8BlockScaling(),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", EVERY, ids=str)
-def test_frozen_weights_are_what_the_forward_took(recipe):
+@pytest.mark.parametrize("recipe", FREEZE_RECIPES, ids=str)
+def test_frozen_weights_are_the_casts_of_the_forward(recipe):
     model = nn.Sequential(nn.Linear(96, 160), nn.Linear(160, 33, bias=False))
     float8lab.convert_to_float8(model, recipe)
     x = torch.randn(5, 96)
@@ -607,7 +611,7 @@ def test_frozen_weights_are_what_the_forward_took(recipe):
     assert all(layer.weight is weight for layer, weight in zip(model, before, strict=True))
 
 
-def test_frozen_weights_of_fused_modules_and_parts():
+def test_weights_of_fused_modules_and_split_parameters_are_frozen():
     model = nn.ModuleDict(
         {
             "mlp": float8lab.LayerNormMLP(32, 64, device="cpu"),
@@ -622,7 +626,7 @@ def test_frozen_weights_of_fused_modules_and_parts():
     assert {name for name, p in model.named_parameters() if not p.requires_grad} == stored
 
 
-def test_shared_weights_are_frozen_once_or_not_at_all():
+def test_shared_weights_are_frozen_once_or_stay_in_high_precision():
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)), nn.Embedding(32, 32))
     model[1].weight, model[2].weight = model[0].weight, model[4].weight
     weight = model[2].weight
@@ -641,41 +645,41 @@ def test_shared_weights_are_frozen_once_or_not_at_all():
     float8lab.convert_to_float8(model, exclude=["2", "3"], freeze_weights=True, strict=True)
 
 
-def test_low_rank_adapters_stay_in_high_precision_unless_named():
+def test_low_rank_adapters_are_skipped_unless_named():
     def build():
         adapter = {"lora_A": nn.Linear(32, 4), "lora_B": nn.Linear(4, 32)}
         return nn.ModuleDict({"base": nn.Linear(32, 32), **adapter})
 
     model = build()
     report = report_of(model, strict=True)
-    assert converted(report) == ["base"]
+    assert converted_names(report) == ["base"]
     assert {layer.note.split(",")[0] for layer in report.skipped} == {"low rank"}
     assert type(model["lora_A"]) is type(model["lora_B"]) is nn.Linear
     report = report_of(build(), overrides={"lora_A": BLOCK})
-    assert converted(report) == ["base", "lora_A"]
+    assert converted_names(report) == ["base", "lora_A"]
 
 
-def test_strict_raises_and_changes_nothing():
+def test_strict_raises_for_skipped_layers_and_leaves_the_model_unchanged():
     model = nn.Sequential(WithForward(8, 8), nn.Linear(8, 8))
     with pytest.raises(ValueError, match=r"0: WithForward has a forward") as error:
         float8lab.convert_to_float8(model, exclude=["nothing"], strict=True)
     assert "no layer is called 'nothing'" in str(error.value)
     assert type(model[1]) is nn.Linear
-    assert converted(report_of(model, exclude=["0"], strict=True)) == ["1"]
+    assert converted_names(report_of(model, exclude=["0"], strict=True)) == ["1"]
 
 
-def test_a_conversion_that_converts_nothing_says_so_once():
-    """With the commonest reason, at the line of the caller; and FP8 attention is something."""
+def test_a_conversion_that_converts_nothing_warns_once():
+    """It names the commonest reason and the caller's line; a model with FP8 attention converts."""
     model = nn.Sequential(nn.Linear(8, 8), WithForward(8, 8), WithForward(8, 8))
     reason = "WithForward has a forward of its own; name it in overrides to convert"
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as warnings_caught:
         warnings.simplefilter("always")
         float8lab.convert_to_float8(model, exclude=["0"])
         float8lab.convert_to_float8(model)
         float8lab.convert_to_float8(
             float8lab.DotProductAttention(2, 16), recipes.DelayedScaling(fp8_dpa=True)
         )
-    assert [(w.category, w.filename, str(w.message)) for w in caught] == [
+    assert [(w.category, w.filename, str(w.message)) for w in warnings_caught] == [
         (
             UserWarning,
             __file__,
@@ -685,9 +689,9 @@ def test_a_conversion_that_converts_nothing_says_so_once():
     ]
 
 
-def test_strict_wants_something_to_convert():
+def test_strict_raises_without_a_layer_to_convert():
     for model in (nn.Sequential(nn.ReLU(), nn.LayerNorm(8)), nn.Embedding(4, 8)):
-        with warns_of_nothing(rf"linear layer in a {type(model).__name__}\.$"):
+        with warns_that_nothing_converts(rf"linear layer in a {type(model).__name__}\.$"):
             float8lab.convert_to_float8(model)
         with pytest.raises(ValueError, match=f"a {type(model).__name__} without a linear layer"):
             float8lab.convert_to_float8(model, strict=True)
@@ -696,7 +700,7 @@ def test_strict_wants_something_to_convert():
 
 
 class TestReports(expecttest.TestCase):
-    def test_conversion_report(self):
+    def test_text_of_a_conversion_report(self):
         model = Model()
         report = report_of(
             model, recipes.MXFP8BlockScaling(), exclude=["lm_head", "lm_heads"],
@@ -716,7 +720,7 @@ no layer is called 'lm_heads'
 MXFP8BlockScaling(): cpu has no FP8 GEMM for fprop, dgrad, wgrad; they run in high precision""",
         )
 
-    def test_auto(self):
+    def test_text_of_an_auto_report(self):
         model = decoder_layer(4096, 14336)
         report = report_of(
             model,
@@ -738,9 +742,11 @@ down   4096 x 14336  FP8      DelayedScaling(): 1.16 ms (150 us casts), bfloat16
 predicted on Hopper, 4096 tokens, eager: 4.31 ms GPU, 4.23 ms CPU; bfloat16 6.55 ms, 0.56 ms""",
         )
 
-    def test_auto_leaves_the_layers_of_a_small_gpt_alone(self):
+    def test_text_of_an_auto_report_of_a_small_gpt(self):
         model = decoder_layer(512, 1536)
-        with warns_of_nothing("of 3: bfloat16 is as fast: 113 us, DelayedScaling 111 us"):
+        with warns_that_nothing_converts(
+            "of 3: bfloat16 is as fast: 113 us, DelayedScaling 111 us"
+        ):
             report = report_of(model, "auto")
         self.assertExpectedInline(
             str(report),
@@ -757,7 +763,7 @@ down   512 x 1536  skipped  bfloat16 is as fast: 113 us, DelayedScaling 111 us (
 predicted on Hopper, 16384 tokens, eager: 0.48 ms GPU, 0.65 ms CPU; bfloat16 0.48 ms, 0.65 ms""",
         )
 
-    def test_gemm_counts(self):
+    def test_text_of_gemm_counts(self):
         model = float8lab.convert_to_float8(Model(), exclude=["lm_head"])
         with float8lab.count_gemms() as counts:
             model(TOKENS).sum().backward()
@@ -774,8 +780,8 @@ total               12               3""",
         )
 
 
-def test_converted_layers_reset_their_parameters_as_torch_does():
-    """As frameworks do where a model was built on the meta device."""
+def test_reset_parameters_of_converted_layers_equals_torch():
+    """Frameworks call reset_parameters after building a model on the meta device."""
     model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8, bias=False)).to("meta")
     float8lab.convert_to_float8(model)
     model.to_empty(device="cpu")

@@ -1,4 +1,4 @@
-"""Converted layers whose forward never runs: who is told, and who is not."""
+"""Converted layers whose forward does not run: when a warning names them, and when none does."""
 
 import copy
 import pickle
@@ -14,7 +14,7 @@ from float8lab.integrations import export
 
 
 class Attention(nn.Module):
-    """Reads one of its layers' weight, and calls the other, as BEiT's attention does."""
+    """Reads the weight of one layer and calls the other, as BEiT's attention does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """Two such blocks; a layer for images that a batch may lack; experts, one of which is idle."""
+    """Two attention blocks, a layer for images that a batch may lack, and experts with one idle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,14 +41,14 @@ class Model(nn.Module):
         return {"y": [self.head(self.experts[0](x))]}
 
 
-UNSEEN = ["blocks.0.qkv", "blocks.1.qkv"]
+UNCALLED = ["blocks.0.qkv", "blocks.1.qkv"]
 X = torch.ones(2, 3, 16)
-told = pytest.warns(
+warns_of_uncalled = pytest.warns(
     UserWarning, match=r"2 converted layers did not run.*: blocks.0.qkv, blocks.1.qkv"
 )
 
 
-def converted(recipe: Any = None) -> Model:
+def converted_model(recipe: Any = None) -> Model:
     return float8lab.convert_to_float8(Model(), recipe)
 
 
@@ -64,33 +64,33 @@ class AttentionPool(nn.Module):
         return F.scaled_dot_product_attention(F.linear(x, self.q.weight), k, v)
 
 
-def hooks(model: nn.Module) -> int:
+def number_of_hooks(model: nn.Module) -> int:
     return len(model._forward_hooks) + len(model._forward_pre_hooks)
 
 
 @pytest.mark.parametrize("recipe", [None, float8lab.recipes.DelayedScaling()], ids=["", "delayed"])
-def test_one_warning_a_mark_and_a_reason(recipe: Any) -> None:
-    model = pickle.loads(pickle.dumps(copy.deepcopy(converted(recipe))))
+def test_uncalled_layers_are_warned_of_counted_and_reported(recipe: Any) -> None:
+    model = pickle.loads(pickle.dumps(copy.deepcopy(converted_model(recipe))))
     before = float8lab.conversion_report(model)
-    with told, float8lab.count_gemms() as counts:
+    with warns_of_uncalled, float8lab.count_gemms() as counts:
         y = model(X)["y"][0]
     y.sum().backward()
-    assert counts.unseen == UNSEEN
+    assert counts.unseen == UNCALLED
     assert str(counts).endswith("blocks.1.qkv: not called; its parent multiplies by its weight")
     report = float8lab.conversion_report(model)
-    assert [r.name for r in before.converted if r not in report.converted] == UNSEEN
+    assert [r.name for r in before.converted if r not in report.converted] == UNCALLED
     assert "its forward did not run: its parent reads its weight" in str(report)
     model(X)
-    # What runs after all is in FP8 after all.
+    # A layer that runs later counts as FP8 from then on.
     model.blocks[0].qkv(X)
-    assert [r.name for r in float8lab.conversion_report(model).skipped] == UNSEEN[1:]
+    assert [r.name for r in float8lab.conversion_report(model).skipped] == UNCALLED[1:]
     assert float8lab.conversion_report(copy.deepcopy(model)).skipped
-    # And what is converted again is looked at again.
-    with told:
+    # A second conversion checks the layers a second time.
+    with warns_of_uncalled:
         float8lab.convert_to_float8(model)(X)
 
 
-def test_a_module_that_reads_the_weights_of_all_its_layers() -> None:
+def test_layers_whose_weights_are_only_read_are_warned_of() -> None:
     class Pooled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -108,33 +108,33 @@ def test_a_module_that_reads_the_weights_of_all_its_layers() -> None:
     skipped = float8lab.conversion_report(model).skipped
     assert [layer.name for layer in skipped] == ["pool.q", "pool.kv"]
     model = float8lab.convert_to_float8(Pooled())
-    model.pool.q(X), model.pool.kv(X)  # as when CUDA graphs of the module are made
+    model.pool.q(X), model.pool.kv(X)  # as in the recording of CUDA graphs
     model(torch.ones(2, 3, dtype=torch.long)).sum().backward()
 
 
-def test_a_call_that_raises_is_not_the_first() -> None:
-    model = converted()
+def test_a_call_that_raises_does_not_count_as_the_first() -> None:
+    model = converted_model()
     with pytest.raises(RuntimeError):
         model(torch.ones(2, 3))
-    with told:
+    with warns_of_uncalled:
         model(X)
 
 
-def test_without_gradients_what_a_batch_may_lack_is_named_too() -> None:
-    model = converted()
+def test_without_gradients_unused_layers_are_warned_of_until_they_run() -> None:
+    model = converted_model()
     with pytest.warns(UserWarning, match="3 converted layers"), torch.no_grad():
         model(X)
     model(X, X)
-    assert [r.name for r in float8lab.conversion_report(model).skipped] == UNSEEN
+    assert [r.name for r in float8lab.conversion_report(model).skipped] == UNCALLED
 
 
-def test_frozen_weights_stored_in_fp8() -> None:
+def test_uncalled_layers_with_frozen_weights_are_warned_of() -> None:
     model = float8lab.convert_to_float8(Model(), freeze_weights=True)
     with pytest.warns(UserWarning, match="3 converted layers"):
         model(X)
 
 
-def test_who_is_not_told() -> None:
+def test_shared_weights_single_layers_and_undone_models_cause_no_warning() -> None:
     class Shares(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -146,21 +146,21 @@ def test_who_is_not_told() -> None:
 
     float8lab.convert_to_float8(Shares())(X)
     layer = float8lab.convert_to_float8(nn.Linear(16, 16))
-    assert hooks(layer) == 0, "it has no parent"
-    undone = float8lab.to_high_precision(converted())
-    assert hooks(undone) == 0
+    assert number_of_hooks(layer) == 0, "it has no parent"
+    undone = float8lab.to_high_precision(converted_model())
+    assert number_of_hooks(undone) == 0
     undone(X)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_compiled_without_a_break_and_not_again() -> None:
-    model = converted()
+def test_converted_models_compile_without_graph_breaks_and_once() -> None:
+    model = converted_model()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(X)["y"][0].sum().backward()
     with torch._dynamo.config.patch(error_on_recompile=True):
         compiled(X)["y"][0].sum().backward()
-    # By blocks, as large models are: their layers are no longer called from Python.
-    model = converted()
+    # Large models are compiled by blocks, and then Python no longer calls their layers.
+    model = converted_model()
     for block in model.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
     model(X)["y"][0].sum().backward()
@@ -170,25 +170,25 @@ def test_compiled_without_a_break_and_not_again() -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_layers_that_ran_compiled_are_not_named(backend: str) -> None:
+def test_layers_that_ran_compiled_are_not_reported_as_uncalled(backend: str) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), nn.Linear(16, 16))
     float8lab.convert_to_float8(model)[0].compile(fullgraph=True, backend=backend)
     model(X).sum().backward()
     assert not float8lab.conversion_report(model).skipped
 
 
-def test_export_writes_what_the_model_multiplies_by(tmp_path: Any) -> None:
-    model = converted()
-    with told:
+def test_export_writes_weights_of_uncalled_layers_in_high_precision(tmp_path: Any) -> None:
+    model = converted_model()
+    with warns_of_uncalled:
         model(X)
     report = export(model, tmp_path / "a", "float8lab")
-    assert [f"{name}.weight" in report.fp8 for name in UNSEEN] == [False, False]
-    assert set(UNSEEN) <= set(report.high_precision)
+    assert [f"{name}.weight" in report.fp8 for name in UNCALLED] == [False, False]
+    assert set(UNCALLED) <= set(report.high_precision)
     report = export(model, tmp_path / "b", "float8lab", unseen=True)
-    assert all(f"{name}.weight" in report.fp8 for name in UNSEEN)
+    assert all(f"{name}.weight" in report.fp8 for name in UNCALLED)
 
 
-def test_encoder_layers_of_torch_call_their_layers_in_evaluation() -> None:
+def test_converted_torch_encoders_call_their_layers_in_evaluation() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
     model = nn.TransformerEncoder(layer, 2).eval()
     plain = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""Experts of models that no installed library has, and routers, told by what they have."""
+"""Experts and routers of models outside the installed libraries, recognized by attributes."""
 
 import copy
 import pickle
@@ -17,7 +17,7 @@ COUNTS = [5, 0, 9, 2]
 
 
 class LoopExperts(nn.Module):
-    """As torchtitan's GroupedExperts were at first."""
+    """Experts like the first version of torchtitan's GroupedExperts."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class LoopExperts(nn.Module):
 
 
 class SeamExperts(nn.Module):
-    """As they are now: ``_grouped_mm`` is what others replace."""
+    """Experts like torchtitan's later GroupedExperts, whose ``_grouped_mm`` may be replaced."""
 
     def __init__(self, use_grouped_mm: bool = True):
         super().__init__()
@@ -59,7 +59,7 @@ class SeamExperts(nn.Module):
 
 
 class NewSeamExperts(SeamExperts):
-    """Whose weights come as they are stored."""
+    """A version whose ``_grouped_mm`` takes weights as they are stored."""
 
     def _multiplied(self, A: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         return self._grouped_mm(A=A, weight_EOI=weight, offs=offs)
@@ -80,59 +80,59 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
     "recipe", [recipes.DelayedScaling(), recipes.Float8RowwiseScaling()], ids=str
 )
 @pytest.mark.parametrize("kind", [LoopExperts, SeamExperts, NewSeamExperts])
-def test_experts_as_torchtitan_has_them(kind, recipe):
+def test_experts_of_torchtitan_convert_and_equal_expert_mlp(kind, recipe):
     model, x = kind(), torch.randn(sum(COUNTS), D)
     w1, w2, w3 = (p.detach() for p in model.parameters())
-    original, want = copy.deepcopy(model), step(model, x)
+    original, expected = copy.deepcopy(model), step(model, x)
     float8lab.convert_to_float8(model, recipe, strict=True)
     (layer,) = float8lab.conversion_report(model).layers
     assert layer.converted
     assert layer.shape == (E, 2 * W, D)
     with float8lab.autocast(enabled=False):
-        for got, exact in zip(step(model, x), want, strict=True):
-            assert (got - exact).norm() < 1e-6 * exact.norm()
-    own = float8lab.ExpertMLP(E, D, W, device="cpu")
-    own.load_state_dict({"fc1_weight": torch.cat((w1, w3), 1), "fc2_weight": w2})
+        for actual, exact in zip(step(model, x), expected, strict=True):
+            assert (actual - exact).norm() < 1e-6 * exact.norm()
+    expert_mlp = float8lab.ExpertMLP(E, D, W, device="cpu")
+    expert_mlp.load_state_dict({"fc1_weight": torch.cat((w1, w3), 1), "fc2_weight": w2})
     for _ in range(2):
-        got = step(model, x)
+        actual = step(model, x)
         with float8lab.autocast(recipe=recipe):
-            mine = own.run_rows(x, COUNTS)
+            expert_mlp_y = expert_mlp.run_rows(x, COUNTS)
     if kind is LoopExperts:
-        assert torch.equal(got[0], mine)
-    elif not recipe.linear.delayed:  # else w1 and w3 have a scale each
-        # The activation is torch's, whose last bits may round the other way.
-        assert (got[0] - mine).norm() < 0.1 * (mine - want[0]).norm()
-    for fp8, exact in zip(got, want, strict=True):
+        assert torch.equal(actual[0], expert_mlp_y)
+    elif not recipe.linear.delayed:  # under delayed scaling, w1 and w3 have separate scales
+        # torch computes the activation, and its last bits may flip the rounding of a cast.
+        assert (actual[0] - expert_mlp_y).norm() < 0.1 * (expert_mlp_y - expected[0]).norm()
+    for fp8, exact in zip(actual, expected, strict=True):
         assert 0 < (fp8 - exact).norm() < 0.2 * exact.norm()
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(other) is type(model)
-        assert torch.equal(step(other, x)[0], step(model, x)[0])
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin) is type(model)
+        assert torch.equal(step(twin, x)[0], step(model, x)[0])
     float8lab.to_high_precision(model)
     assert type(model) is kind
     assert torch.equal(step(model, x)[0], step(original, x)[0])
 
 
-def test_rows_are_cast_once_for_two_products():
-    """w1's and w3's input is saved once in FP8, and no FP8 data of weights; of other groups not."""
+def test_rows_are_cast_once_for_the_gemms_of_w1_and_w3():
+    """The FP8 input of w1 and w3 is saved once, weights are not; other groups are cast again."""
     model = float8lab.convert_to_float8(SeamExperts(), recipes.Float8CurrentScaling())
     x = torch.randn(sum(COUNTS), D, requires_grad=True) * 1
     saved: dict[int, Tensor] = {}
 
-    def note(tensor: Tensor) -> Tensor:
+    def record_fp8(tensor: Tensor) -> Tensor:
         if tensor.element_size() == 1:
             saved[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
     counts = torch.tensor(COUNTS)
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record_fp8, lambda tensor: tensor):
         y = model(x, counts)
     assert sorted(len(tensor) for tensor in saved.values()) == [32, 32]  # D, and W padded
-    others = model(x, counts.flip(0))
-    assert torch.equal(others, model(x.detach(), counts.flip(0)))
+    other_groups = model(x, counts.flip(0))
+    assert torch.equal(other_groups, model(x.detach(), counts.flip(0)))
     assert torch.equal(y, model(x.detach(), counts))
 
 
-def test_what_cannot_be_is_said():
+def test_experts_without_grouped_mm_are_skipped_with_the_reason():
     model = nn.ModuleDict({"experts": SeamExperts(use_grouped_mm=False)})
     with pytest.warns(UserWarning, match="of 1: use_grouped_mm is False"):
         float8lab.convert_to_float8(model)
@@ -140,8 +140,8 @@ def test_what_cannot_be_is_said():
     assert layer.note.startswith("use_grouped_mm is False")
 
 
-class Mixture(nn.Module):
-    """A router called ``gate`` and a list of experts, in a loop."""
+class MoELoop(nn.Module):
+    """A router called ``gate``, and a loop over a list of experts."""
 
     def __init__(self, scores: int = E):
         super().__init__()
@@ -158,12 +158,12 @@ class Mixture(nn.Module):
 
 
 def test_routers_stay_in_high_precision():
-    """By name, and a gate by what it scores; experts of a loop are converted each."""
+    """Routers are known by name, gates by the number of scores; experts of a loop are converted."""
     model = nn.ModuleDict(
         {
-            "moe": Mixture(),
-            "skipping": Mixture(scores=E + 1),  # the last score is of no expert, as Zaya has it
-            "mlp": Mixture(scores=2 * D),  # no router: its gate has as many outputs as an MLP's
+            "moe": MoELoop(),
+            "skipping": MoELoop(scores=E + 1),  # as in Zaya, the last score is for no expert
+            "mlp": MoELoop(scores=2 * D),  # not a router: this gate has as many outputs as an MLP's
             "router": nn.Sequential(nn.Linear(D, E)),
             "gate": nn.Linear(D, E),
         }
@@ -174,45 +174,45 @@ def test_routers_stay_in_high_precision():
         "moe.gate": note, "skipping.gate": note, "router.0": note
     }  # fmt: skip
     assert gemms_of(model["moe"], torch.randn(9, D))[1] == 1
-    told = float8lab.convert_to_float8(model, overrides={"moe.gate": recipes.DelayedScaling()})
-    assert isinstance(told["moe"].gate, float8lab.Linear)
+    converted = float8lab.convert_to_float8(model, overrides={"moe.gate": recipes.DelayedScaling()})
+    assert isinstance(converted["moe"].gate, float8lab.Linear)
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["plain", "stored"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
-def test_experts_of_a_list_become_one_module(bias, stored):
-    """Which computes what the loop does, and in FP8 what each of its layers would."""
-    loop = Mixture()
+def test_expert_mlp_from_a_list_of_experts_equals_the_loop(bias, stored):
+    """The module computes what the loop does, in FP8, too."""
+    loop = MoELoop()
     loop.experts = nn.ModuleList(GatedMLP(D, W, bias=bias) for _ in range(E)).requires_grad_(stored)
     x, recipe = torch.randn(30, D), recipes.Float8RowwiseScaling()
     weights, index = loop.gate(x).softmax(-1).topk(2)
     with float8lab.fp8_model_init(stored, recipe):
         experts = float8lab.ExpertMLP.from_experts(loop.experts)
     assert all(p.requires_grad == stored for p in experts.parameters())
-    want = loop(x)
+    expected = loop(x)
     if not stored:
-        torch.testing.assert_close(experts(x, weights, index), want)
-    with torch.autocast("cpu", torch.bfloat16):  # which the trial is without
+        torch.testing.assert_close(experts(x, weights, index), expected)
+    with torch.autocast("cpu", torch.bfloat16):  # the trial ignores autocast
         float8lab.ExpertMLP.from_experts(loop.experts)
     with float8lab.autocast(recipe=recipe):
-        got = experts(x, weights, index)
+        actual = experts(x, weights, index)
     float8lab.convert_to_float8(loop.experts, recipe)
-    each = loop(x)
-    # The activation is torch's, whose last bits may round the other way.
-    assert (got - each).norm() < 0.1 * (each - want).norm()
-    again = float8lab.ExpertMLP.from_experts(loop.experts)  # which are in FP8 now
-    assert torch.equal(again.fc1_weight[1, W:], loop.experts[1].up_proj.weight)
+    loop_y = loop(x)
+    # torch computes the activation, and its last bits may flip the rounding of a cast.
+    assert (actual - loop_y).norm() < 0.1 * (loop_y - expected).norm()
+    second_module = float8lab.ExpertMLP.from_experts(loop.experts)  # the experts are in FP8 now
+    assert torch.equal(second_module.fc1_weight[1, W:], loop.experts[1].up_proj.weight)
 
 
-def test_experts_that_are_no_such_mlps_are_refused():
+def test_from_experts_refuses_experts_that_are_no_equal_mlps():
     build = float8lab.ExpertMLP.from_experts
-    odd = nn.ModuleList([GatedMLP(D, W), GatedMLP(D, W, function=F.gelu)])
+    different = nn.ModuleList([GatedMLP(D, W), GatedMLP(D, W, function=F.gelu)])
     with pytest.raises(ValueError, match=r"experts must compute the activation 'swiglu'.*expert 1"):
-        build(odd)
+        build(different)
     with pytest.raises(ValueError, match="other numbers from expert 0"):
-        build(odd, names=("up_proj", "gate_proj", "down_proj"))
+        build(different, names=("up_proj", "gate_proj", "down_proj"))
     with pytest.raises(ValueError, match=r"experts must give the 24 features .* got 48"):
-        build(odd, activation="gelu")
+        build(different, activation="gelu")
     with pytest.raises(ValueError, match="2 experts of 2 kinds"):
         build([GatedMLP(D, W), GatedMLP(D, W, bias=True)])
     with pytest.raises(TypeError, match=r"two or three layers of type torch.nn.Linear; got Linear"):
@@ -221,7 +221,7 @@ def test_experts_that_are_no_such_mlps_are_refused():
     assert build(plain, names=("0", "2"), activation="relu").fc2_bias is not None
 
 
-def test_the_librarys_own_modules_take_the_recipe():
+def test_grouped_linear_and_expert_mlp_take_the_recipe():
     model = nn.ModuleDict(
         {
             "fc": float8lab.GroupedLinear(2, D, W, device="cpu"),

@@ -1,4 +1,4 @@
-"""Linear layers that are no torch.nn.Linear: converted to classes that their library registers."""
+"""Linear layers of other libraries, which convert to the classes registered for them."""
 
 import copy
 import pickle
@@ -17,7 +17,7 @@ from tests.nn.models import gemms_of, report_of
 
 
 class Transposed(nn.Module):
-    """A linear layer of another library, weight ``[in, out]``."""
+    """A linear layer of another library, with a weight ``[in, out]``."""
 
     def __init__(self, size_in: int, size_out: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def twins() -> tuple[nn.Linear, Transposed]:
-    """The same layer as torch's and as the other library's; sizes that no 16 divides."""
+    """The same layer of torch and of the other library; its sizes are no multiples of 16."""
     layer = Transposed(13, 37)
     linear = nn.Linear(13, 37)
     with torch.no_grad():
@@ -67,16 +67,16 @@ def twins() -> tuple[nn.Linear, Transposed]:
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, recipes.DelayedScaling()], ids=repr)
-def test_runs_as_torchs_linear_does(recipe, device):
+def test_a_converted_layer_equals_torchs_linear(recipe, device):
     linear, layer = (module.to(device) for module in twins())
-    for module in (linear, layer):  # called by itself, each call is a step of its scales
+    for module in (linear, layer):  # each call of the layer alone advances its scales
         float8lab.convert_to_float8(nn.Sequential(module), recipe)
     assert isinstance(layer, Transposed)
-    gemms = (0, 3) if recipe == recipes.MXFP8BlockScaling() else (3, 0)  # it is dequantized
-    for step in range(3):  # delayed scales come from the steps before
+    gemms = (0, 3) if recipe == recipes.MXFP8BlockScaling() else (3, 0)  # MX is dequantized
+    for step in range(3):  # delayed scales come from earlier steps
         x = torch.randn(2, 5, 13, device=device) * (1 + step)
         dy = torch.randn(2, 5, 37, device=device)
-        found = []
+        results = []
         for module in (linear, layer):
             inp = x.clone().requires_grad_()
             module.zero_grad()
@@ -84,13 +84,13 @@ def test_runs_as_torchs_linear_does(recipe, device):
                 y = module(inp)
                 y.backward(dy)
             assert (counts.fp8, counts.high_precision) == gemms
-            found.append((y, inp.grad, module.weight.grad, module.bias.grad))
-        (y, dx, dw, db), (y2, dx2, dw2, db2) = found
-        for got, expected in ((y2, y), (dx2, dx), (dw2, dw.t()), (db2, db)):
-            assert torch.equal(got, expected)
+            results.append((y, inp.grad, module.weight.grad, module.bias.grad))
+        (y, dx, dw, db), (y2, dx2, dw2, db2) = results
+        for actual, expected in ((y2, y), (dx2, dx), (dw2, dw.t()), (db2, db)):
+            assert torch.equal(actual, expected)
 
 
-def test_is_undone_and_obeys_autocast():
+def test_a_converted_layer_obeys_autocast_and_to_high_precision():
     _, layer = twins()
     before, x = copy.deepcopy(layer), torch.randn(4, 13)
     report = report_of(layer)
@@ -105,26 +105,26 @@ def test_is_undone_and_obeys_autocast():
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_can_be_copied(duplicate, monkeypatch):
+def test_a_converted_layer_can_be_copied_and_pickled(duplicate, monkeypatch):
     model = float8lab.convert_to_float8(nn.Sequential(Transposed(16, 16)), recipes.DelayedScaling())
     x = torch.randn(4, 16)
     for _ in range(2):
         model(x).sum().backward()
     monkeypatch.setattr("float8lab.nn.convert.swap._CLASSES", {nn.Linear: float8lab.Linear})
-    twin = duplicate(model)  # as in another process, which has converted nothing yet
+    twin = duplicate(model)  # as in a new process
     for _ in range(2):
         assert torch.equal(twin(x), model(x))
     assert type(float8lab.to_high_precision(twin)[0]) is Transposed
 
 
-def test_follows_its_module_to_another_dtype():
+def test_a_converted_layer_moves_to_another_dtype():
     _, layer = twins()
     float8lab.convert_to_float8(layer, recipes.DelayedScaling())
     layer.bfloat16()
     assert layer(torch.ones(2, 13, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_a_stored_weight_runs_and_is_dequantized():
+def test_a_weight_stored_in_fp8_runs_and_is_dequantized():
     _, layer = twins()
     float8lab.convert_to_float8(layer)
     x = torch.randn(4, 13)
@@ -139,7 +139,7 @@ def test_a_stored_weight_runs_and_is_dequantized():
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=repr)
-def test_frozen_weights_have_the_scales_of_torchs(recipe):
+def test_frozen_weights_equal_those_of_torchs_linear(recipe):
     linear, layer = twins()
     for module in (linear, layer):
         float8lab.convert_to_float8(module, recipe, freeze_weights=True)
@@ -153,7 +153,7 @@ def test_frozen_weights_have_the_scales_of_torchs(recipe):
     assert torch.equal(x.grad, x2.grad)
 
 
-def test_subclasses():
+def test_only_subclasses_without_a_forward_convert():
     model = nn.Sequential(WithoutForward(8, 8), WithForward(8, 8))
     report = report_of(model)
     assert [layer.name for layer in report.converted] == ["0"]
@@ -166,25 +166,25 @@ def test_subclasses():
     assert type(float8lab.to_high_precision(model)[0]) is WithoutForward
 
 
-def test_parametrized():
+def test_a_parametrized_layer_converts():
     layer = Transposed(16, 16)
     parametrize.register_parametrization(layer, "weight", Halve())
     report = report_of(layer)
-    assert [row.name for row in report.layers] == [""]  # of the parametrization itself nothing
+    assert [row.name for row in report.layers] == [""]  # no row for the parametrization
     with float8lab.count_gemms() as counts:
         layer(torch.randn(4, 16)).sum().backward()
     assert counts.fp8 == 2  # no dx
     assert layer.parametrizations.weight.original.grad is not None
 
 
-def test_compiles_without_a_break():
+def test_a_converted_layer_compiles_without_graph_breaks():
     _, layer = twins()
     float8lab.convert_to_float8(layer)
     x = torch.randn(4, 13)
     assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
 
 
-def test_the_recipe_auto_predicts_it():
+def test_auto_predicts_the_time_of_the_layer():
     big = nn.Sequential(nn.Linear(8192, 8192, device="meta"), Transposed(1, 1))
     big[1].weight = nn.Parameter(torch.empty(8192, 8192, device="meta"))
     big[1].bias = nn.Parameter(torch.empty(8192, device="meta"))
@@ -194,8 +194,8 @@ def test_the_recipe_auto_predicts_it():
     assert report.layers[1].shape == (8192, 8192)
 
 
-def test_sensitivity_and_advice_include_it():
-    """They leave the layer as it was, and ask for its sizes then."""
+def test_sensitivity_and_advise_include_the_layer():
+    """Both read the layer's sizes and leave it unchanged."""
     model = nn.Sequential(Transposed(16, 48), nn.Linear(48, 16))
     x = torch.randn(8, 16)
     (first, second) = float8lab.inspect.advise(model, x).layers

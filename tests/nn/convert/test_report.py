@@ -1,4 +1,4 @@
-"""conversion_report: what it says of a model as it now is, and how long it is remembered."""
+"""conversion_report describes a model as it is now, and survives copies and wrappers."""
 
 import copy
 import logging
@@ -57,7 +57,7 @@ def test_a_model_that_was_not_converted_has_no_report():
     ]
 
 
-def test_parts_and_the_whole():
+def test_reports_of_a_submodule_and_of_the_model_follow_each_conversion():
     model = build()
     float8lab.convert_to_float8(model["encoder"], exclude=["2", "typo"])
     report = float8lab.conversion_report(model)
@@ -68,7 +68,7 @@ def test_parts_and_the_whole():
     }
     assert report.unmatched == ("typo",)
     assert [layer.name for layer in report.converted] == ["encoder.0"]
-    # What is said later counts, and a layer that a call leaves alone is in FP8 as before.
+    # The later conversion counts, and a layer that it excludes stays in FP8 as before.
     float8lab.convert_to_float8(model, BLOCK, exclude=["encoder.0"], overrides={"head": None})
     assert notes(model) == {
         "encoder.0": "Float8CurrentScaling()",
@@ -86,7 +86,7 @@ def test_parts_and_the_whole():
         float8lab.conversion_report(model["encoder"])
 
 
-def test_copies_and_wrappers_have_the_report():
+def test_copies_and_compiled_wrappers_keep_the_report():
     model = build()
     with pytest.warns(UserWarning, match="commonest reason, of 2: bfloat16 is faster: 13 us"):
         float8lab.convert_to_float8(model, "auto", exclude=["typo"])
@@ -99,7 +99,7 @@ def test_copies_and_wrappers_have_the_report():
     assert wrapped.summary == float8lab.conversion_report(model).summary
 
 
-def test_html_has_what_the_text_has_and_escapes_it():
+def test_html_has_the_content_of_the_text_and_escapes_it():
     model = nn.Sequential()
     model.add_module("<b>", nn.Linear(16, 16))
     report = float8lab.conversion_report(float8lab.convert_to_float8(model, exclude=["<i>"]))

@@ -1,4 +1,4 @@
-"""torch.nn.MultiheadAttention in FP8: torch's numbers in high precision, and close ones in FP8."""
+"""Converted torch.nn.MultiheadAttention equals torch in high precision and is close in FP8."""
 
 import copy
 import pickle
@@ -23,7 +23,7 @@ _MASKS = ("", "padding", "bool", "float 3-D", "merged", "causal", "causal, paddi
 
 
 def _masks(kind: str, unbatched: bool, keys: int) -> dict[str, Any]:
-    """The arguments that mask keys; every query keeps at least one."""
+    """The arguments that mask keys; every query keeps at least one visible key."""
     padding = torch.zeros(keys, dtype=torch.bool) if unbatched else torch.zeros(N, keys).bool()
     padding[..., -1] = True
     causal = torch.ones(L, keys).triu(1).bool()
@@ -42,25 +42,25 @@ def _masks(kind: str, unbatched: bool, keys: int) -> dict[str, Any]:
     return masks[kind]
 
 
-def _inputs(which: str, layout: str, kdim: int, vdim: int) -> list[Tensor]:
+def _inputs(sources: str, layout: str, kdim: int, vdim: int) -> list[Tensor]:
     def sequence(length: int, features: int) -> Tensor:
         x = torch.randn(N, length, features)
         x = {"batch": x, "sequence": x.transpose(0, 1), "unbatched": x[0]}[layout]
         return x.contiguous().requires_grad_()
 
     query = sequence(L, E)
-    if which == "self":
+    if sources == "self":
         return [query] * 3
     key = sequence(S, kdim)
-    return [query, key, key if which == "cross" else sequence(S, vdim)]
+    return [query, key, key if sources == "cross" else sequence(S, vdim)]
 
 
 def _run(layer: nn.Module, inputs: list[Tensor], **arguments: Any) -> list[Tensor | None]:
     torch.manual_seed(1)
     y, weights = layer(*inputs, **arguments)
     loss = y.square().sum() + (0 if weights is None else weights.square().sum())
-    wanted = [*dict.fromkeys(inputs), *layer.parameters()]
-    return [y, weights, *torch.autograd.grad(loss, wanted)]
+    tensors = [*dict.fromkeys(inputs), *layer.parameters()]
+    return [y, weights, *torch.autograd.grad(loss, tensors)]
 
 
 def _snr(y: Tensor, reference: Tensor) -> float:
@@ -69,7 +69,7 @@ def _snr(y: Tensor, reference: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("which", "layout", "masks", "need_weights", "options"),
+    ("sources", "layout", "masks", "need_weights", "options"),
     pairwise(
         {name: name for name in ("self", "cross", "separate", "kdim")},
         {name: name for name in ("batch", "sequence", "unbatched")},
@@ -82,12 +82,12 @@ def _snr(y: Tensor, reference: Tensor) -> float:
     ),
 )  # fmt: skip
 def test_high_precision_equals_torch(
-    which: str, layout: str, masks: str, need_weights: bool | str, options: dict[str, Any]
+    sources: str, layout: str, masks: str, need_weights: bool | str, options: dict[str, Any]
 ):
-    sizes = {"kdim": 16, "vdim": 24} if which == "kdim" else {"kdim": E, "vdim": E}
+    sizes = {"kdim": 16, "vdim": 24} if sources == "kdim" else {"kdim": E, "vdim": E}
     plain = nn.MultiheadAttention(E, H, batch_first=layout == "batch", **sizes, **options)
     layer = float8lab.convert_to_float8(copy.deepcopy(plain), HIGH)
-    inputs = _inputs(which, layout, **sizes)
+    inputs = _inputs(sources, layout, **sizes)
     arguments = {
         **_masks(masks, layout == "unbatched", inputs[1].shape[layout == "batch"]),
         "need_weights": bool(need_weights),
@@ -99,19 +99,19 @@ def test_high_precision_equals_torch(
         torch.testing.assert_close(y, reference)
 
 
-@pytest.mark.parametrize("which", ["self", "cross", "separate"])
-def test_fp8_is_close(which: str):
+@pytest.mark.parametrize("sources", ["self", "cross", "separate"])
+def test_fp8_is_close_to_high_precision_and_can_be_undone(sources: str):
     plain = nn.MultiheadAttention(E, H)
     layer = float8lab.convert_to_float8(copy.deepcopy(plain))
     assert isinstance(layer, nn.MultiheadAttention)
     assert [r.converted for r in float8lab.conversion_report(layer).layers] == [True, True]
-    inputs = _inputs(which, "sequence", E, E)
-    for precise in (True, False):
-        with float8lab.count_gemms() as counts, float8lab.autocast(enabled=not precise):
+    inputs = _inputs(sources, "sequence", E, E)
+    for high_precision in (True, False):
+        with float8lab.count_gemms() as counts, float8lab.autocast(enabled=not high_precision):
             results = _run(layer, inputs, need_weights=False)
-        gemms = {"self": 2, "cross": 3, "separate": 4}[which]
-        assert counts.fp8 == (0 if precise else 3 * gemms)
-        if precise:
+        gemms = {"self": 2, "cross": 3, "separate": 4}[sources]
+        assert counts.fp8 == (0 if high_precision else 3 * gemms)
+        if high_precision:
             references = results
     for y, reference in zip(results, references, strict=True):
         if reference is not None and y.norm() > 1e-3:
@@ -135,7 +135,7 @@ def test_invalid_arguments_raise_what_torch_raises():
         layer(x, x, x, attn_mask=torch.zeros(L, L + 1))
 
 
-def test_encoder_trains_evaluates_copies_and_recomputes_in_fp8():
+def test_a_converted_encoder_trains_checkpoints_evaluates_and_copies():
     block = nn.TransformerEncoderLayer(E, H, 64, dropout=0.0, batch_first=True)
     plain = nn.TransformerEncoder(block, 2)
     model = float8lab.convert_to_float8(copy.deepcopy(plain), DelayedScaling())
@@ -164,7 +164,7 @@ def test_encoder_trains_evaluates_copies_and_recomputes_in_fp8():
             assert torch.equal(a, b)
 
 
-def test_whole_transformer_compiles_in_one_graph():
+def test_a_converted_transformer_compiles_in_one_graph():
     model = nn.Transformer(E, H, 1, 1, 64, dropout=0.0, batch_first=True)
     float8lab.convert_to_float8(model)
     assert not float8lab.conversion_report(model).skipped
@@ -175,7 +175,7 @@ def test_whole_transformer_compiles_in_one_graph():
     assert _snr(compiled(x, target, tgt_mask=mask, tgt_is_causal=True), eager) > 40
 
 
-def test_own_forward_and_exclusions():
+def test_attention_with_its_own_forward_or_excluded_is_skipped():
     class Own(nn.MultiheadAttention):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
@@ -194,7 +194,7 @@ def test_own_forward_and_exclusions():
     assert gemms_of(model["a"], x, x, x, need_weights=False)[0] == 2
 
 
-def test_lazy_linear_converts_when_it_materialises():
+def test_a_lazy_linear_converts_when_it_materializes():
     model = nn.Sequential(nn.LazyLinear(16), nn.Linear(16, 8))
     model = copy.deepcopy(float8lab.convert_to_float8(model, Float8CurrentScaling()))
     report = float8lab.conversion_report(model)
@@ -217,7 +217,7 @@ def test_calibration_observes_all_projections():
     assert not layer._fp8_value.slots, "key and value are one tensor"
 
 
-def test_lengths_of_cross_attention_under_delayed_scaling_and_autocast():
+def test_cross_attention_of_changing_lengths_trains_under_delayed_scaling():
     plain = nn.TransformerDecoderLayer(E, H, 64, dropout=0.0)
     layer = float8lab.convert_to_float8(copy.deepcopy(plain), DelayedScaling())
     for step in range(3):
@@ -229,7 +229,7 @@ def test_lengths_of_cross_attention_under_delayed_scaling_and_autocast():
     assert layer.multihead_attn.in_proj_weight.grad.isfinite().all()
 
 
-def test_whole_layer_stores_what_it_may_in_fp8():
+def test_freezing_reports_weights_that_torch_reads_in_high_precision():
     block = nn.TransformerEncoderLayer(E, H, 64, dropout=0.0)
     float8lab.convert_to_float8(block, freeze_weights=True)
     notes = float8lab.conversion_report(block).notes
@@ -238,21 +238,21 @@ def test_whole_layer_stores_what_it_may_in_fp8():
 
 
 @pytest.mark.parametrize("recipe", [float8lab.recipes.Auto(), None], ids=["auto", "excluded"])
-def test_output_projection_follows_its_attention(recipe: Any):
+def test_the_output_projection_stays_in_high_precision_with_its_attention(recipe: Any):
     attention = nn.MultiheadAttention(E, H)
     model = nn.ModuleDict({"a": attention, "b": nn.Linear(E, E)})
-    how = {"recipe": recipe} if recipe else {"overrides": {"a": None, "a.out_proj": HIGH}}
-    if recipe:  # so small that high precision is faster
+    arguments = {"recipe": recipe} if recipe else {"overrides": {"a": None, "a.out_proj": HIGH}}
+    if recipe:  # the model is so small that high precision is faster
         with pytest.warns(UserWarning, match="converted none"):
-            float8lab.convert_to_float8(model, **how)
+            float8lab.convert_to_float8(model, **arguments)
     else:
-        float8lab.convert_to_float8(model, **how)
+        float8lab.convert_to_float8(model, **arguments)
     notes = {layer.name: layer.converted for layer in float8lab.conversion_report(model).layers}
     assert not notes["a"]
     assert not notes["a.out_proj"]
 
 
-def test_tensor_subclass_input_and_parametrized_weight():
+def test_attention_with_a_parametrized_weight_converts():
     layer = nn.MultiheadAttention(E, H)
     nn.utils.parametrizations.weight_norm(layer, "in_proj_weight")
     x = torch.randn(L, N, E)
