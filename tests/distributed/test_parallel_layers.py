@@ -101,7 +101,7 @@ def compare_operands(
     gemms: Gemms,
     recipe: Any,
 ) -> None:
-    """Assert that operands are those of one rank's layer, forward and backward, on the same inputs."""
+    """Assert that operands are those of one rank's layer, in forward and backward."""
     for path, (tensors, gradients) in layer_inputs.items():
         layer: Any = sharded.get_submodule(path)
         reference: Any = copy.deepcopy(single.get_submodule(path))
@@ -666,7 +666,8 @@ def check_sharded_experts_equal_those_of_one_rank(ranks: Ranks) -> None:
         unit = 2.0**-12 if recipe is not None and x.is_cuda else 32 * torch.finfo(x.dtype).eps
         for step in range(3 if recipe is DELAYED else 1):
             for layer, inp, grad in (
-                (single, x, dy), (sharded, local_features(x, not column), local_features(dy, column)),
+                (single, x, dy),
+                (sharded, local_features(x, not column), local_features(dy, column)),
             ):  # fmt: skip
                 leaf = (inp * (step + 1)).detach().requires_grad_()
                 context = nullcontext() if recipe is None else float8lab.autocast(recipe=recipe)

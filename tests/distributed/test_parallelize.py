@@ -41,8 +41,8 @@ from tests.distributed.ranks import Collectives, Ranks, each_check, on_ranks, sl
 from tests.distributed.test_tensor_parallel import (
     DIMENSIONS,
     assert_equal_up_to_sum_order,
-    local_shard,
     bytes_and_scales,
+    local_shard,
 )
 from tests.recorder import observing
 
@@ -91,7 +91,7 @@ def integers(shape: Any, generator: torch.Generator) -> Tensor:
 
 
 def plan_of(kind: str) -> dict[str, Any]:
-    """A plan of parallelize_module for unsharded tokens, or for shards gathered in one of two ways."""
+    """A plan of parallelize_module for unsharded tokens, or for shards gathered in two ways."""
     tokens: Any = {"output_layouts": TOKENS_AS_SHARDS, "use_local_output": False}
     column, row = {
         "tensor": (ColwiseParallel, RowwiseParallel()),
