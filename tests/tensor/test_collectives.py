@@ -54,7 +54,7 @@ def empty(x: Float8Tensor, rows: int | None = None) -> Float8Tensor:
 
 
 def assert_joined(out: Tensor, shards: list[Float8Tensor]) -> None:
-    """Assert the bytes of ``shards`` where their blocks are those of ``out``, else one more cast."""
+    """Assert the bytes of ``shards`` where ``out`` has their blocks, else those of one cast."""
     values = torch.cat([shard.dequantize() for shard in shards])
     assert isinstance(out, Float8Tensor)
     if out.spec.block[0] == -1 or shards[0].shape[0] % out.spec.block[0]:
@@ -410,11 +410,9 @@ def check_errors_are_raised_on_all_ranks(ranks: Ranks) -> None:
     for call in calls.values():
         with pytest.raises(ValueError, match="no tensor, for a view that has lost its base"):
             call()
-    overlapping: Any = (
-        empty(rank_tensor, 1).expand(2 * world, 40) if is_last else empty(rank_tensor, 2 * world)
-    )
+    overlapping: Any = empty(local, 1).expand(2 * world, 40) if is_last else empty(local, 2 * world)
     for call in (
-        lambda: _all_gather(overlapping, rank_tensor),
+        lambda: _all_gather(overlapping, local),
         lambda: dist.all_to_all_single(overlapping, full),
     ):
         with pytest.raises(ValueError, match="no tensor, for a view whose elements share memory"):
@@ -431,11 +429,11 @@ def check_distribute_tensor_takes_the_values_of_the_first_rank(ranks: Ranks) -> 
     for block in (*BLOCKS, (128, 128)):
         for shape in ((64, 48), (130, 48), (2, 9), (3, 130)):
             torch.manual_seed(ranks.rank)  # the values of the first rank count
-            local = quantize(torch.randn(shape, device=ranks.device), block=block)
+            rank_tensor = quantize(torch.randn(shape, device=ranks.device), block=block)
             torch.manual_seed(0)
             expected = quantize(torch.randn(shape, device=ranks.device), block=block)
             for dim in (0, 1):
-                sharded = distribute_tensor(local.clone(), mesh, [Shard(dim)])
+                sharded = distribute_tensor(rank_tensor.clone(), mesh, [Shard(dim)])
                 parts = list(expected.dequantize().chunk(ranks.world, dim))
                 local = sharded.to_local()
                 assert isinstance(local, Float8Tensor)

@@ -137,8 +137,8 @@ def test_amax_epsilon_bounds_the_scale_from_below():
             for value in (0, -1.0, float("nan"), float("inf"), 1e-46, torch.tensor([[0.0]]))
         ),
         *(
-            (lambda eps=value: quantize(torch.ones(2), amax_epsilon=eps), ValueError, "amax_epsilon")
-            for value in (-1.0, float("nan"), float("inf"))
+            (lambda eps=eps: quantize(torch.ones(2), amax_epsilon=eps), ValueError, "amax_epsilon")
+            for eps in (-1.0, float("nan"), float("inf"))
         ),
         (lambda: quantize(torch.ones(2, 2), block=(1, 2, 3)), ValueError, "block must have 2"),
         (lambda: quantize(torch.ones(2, 2), block=(2,)), ValueError, "block must have 2"),
