@@ -19,8 +19,8 @@ def near_ties(rows: int) -> Tensor:
     scale = torch.tensor(1.0, device="cpu") / encode
     steps = torch.arange(8, 16, device="cpu") + 0.5
     ties = torch.cat([steps * 2.0**i for i in range(-3, 5)])
-    parts = (amax[:, None], ties / encode[:, None], ties * scale[:, None])
-    x = torch.cat((*parts, torch.zeros(len(amax), 31, device="cpu")), 1)
+    columns = (amax[:, None], ties / encode[:, None], ties * scale[:, None])
+    x = torch.cat((*columns, torch.zeros(len(amax), 31, device="cpu")), 1)
     multiplied, divided = by_multiplying(x), _bytes(x / scale[:, None])
     reciprocal = _bytes(x * (1 / scale)[:, None])
     is_distinct = (

@@ -95,8 +95,11 @@ def test_page_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 def _quoted(heading: str) -> str:
     """Return a pattern of the message in a heading, where ``...`` is any text."""
-    parts = (r"\s+".join(map(re.escape, part.split())) for part in heading.strip("`").split("..."))
-    return r"^\s*" + r"\s*(?s:.*?)\s*".join(parts)
+    fragments = (
+        r"\s+".join(map(re.escape, fragment.split()))
+        for fragment in heading.strip("`").split("...")
+    )
+    return r"^\s*" + r"\s*(?s:.*?)\s*".join(fragments)
 
 
 def test_troubleshooting_quotes_only_messages_that_are_raised():

@@ -152,7 +152,7 @@ def test_no_import_circle():
 
 
 def test_one_function_calls_the_cast_op():
-    """Only ``quantize`` does, outside of the ops and the code that checks them."""
+    """Only ``quantize`` calls it, outside of the ops and the code that checks them."""
     files = [
         path.relative_to(PACKAGE).as_posix()
         for path in MODULES

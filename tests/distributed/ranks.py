@@ -90,7 +90,7 @@ class Collectives(TorchDispatchMode):
 
     def of(self, name: str) -> list[tuple[torch.dtype, int]]:
         """Return dtype and size of the collectives whose name contains ``name``."""
-        return [(dtype, size) for seen, dtype, size in self.seen if name in seen]
+        return [(dtype, size) for called, dtype, size in self.called if name in called]
 
 
 _SLOW_CHECKS: set[Any] = set()
@@ -243,12 +243,12 @@ class RankPool:
             multiprocessing.get_context("spawn") if device_type == "cuda" else fork_server_context()
         )
         for rank in range(world):
-            ours, theirs = context.Pipe()
-            arguments = (rank, world, device_type, store, theirs)
+            parent_end, child_end = context.Pipe()
+            arguments = (rank, world, device_type, store, child_end)
             process = context.Process(target=_serve, args=arguments)
             process.start()
-            theirs.close()  # so that a rank that dies ends the connection
-            self._ranks[ours] = process
+            child_end.close()  # so that a rank that dies ends the connection
+            self._ranks[parent_end] = process
 
     def _failures(self) -> list[str]:
         """Return the reports of failures; 1 s after the first failure, wait for no more reports."""

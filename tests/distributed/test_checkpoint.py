@@ -225,7 +225,7 @@ def check_column_shards_have_fp8_moments_only_where_they_cut_no_block(ranks: Ran
 
 
 def check_delayed_state_resumes_bit_for_bit(ranks: Ranks) -> None:
-    """With the lines of docs/many_gpus.md, "Resume on another mesh", and optimizer state."""
+    """The lines are those of docs/many_gpus.md, "Resume on another mesh", with optimizer state."""
     recipe = DelayedScaling(amax_history_len=3, amax_compute_algo="max")
 
     def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

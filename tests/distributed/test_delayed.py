@@ -81,14 +81,12 @@ def check_compiled_model_has_the_state_of_an_eager_one(ranks: Ranks) -> None:
     eager = make_model(ranks)
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    train_step(
-        model, inputs(ranks, 0)
-    )  # the first region exchanges names, which a compiled one does not
+    # The first region exchanges names, which a compiled one does not.
+    train_step(model, inputs(ranks, 0))
     train_step(eager, inputs(ranks, 0))
     expected = []
-    for step in range(
-        1, 4
-    ):  # one model after the other: a region takes in all amaxes that there are
+    # One model after the other: a region takes in all amaxes that there are.
+    for step in range(1, 4):
         train_step(eager, inputs(ranks, step))
         expected.append((state_of(eager), [p.detach().clone() for p in eager.parameters()]))
     for step, (state, parameters) in enumerate(expected, start=1):
@@ -244,9 +242,8 @@ def check_scaling_state_resumes_under_a_group(ranks: Ranks) -> None:
 
     reference, resumed = (float8lab.Linear(32, 32, device=ranks.device) for _ in range(2))
     resumed.load_state_dict(reference.state_dict())
-    train(
-        resumed, range(5, 7)
-    )  # makes ranks know the module; nothing else of these steps may remain
+    # Makes ranks know the module; nothing else of these steps may remain.
+    train(resumed, range(5, 7))
     train(reference, range(2))
     state = float8lab.nn.ScalingState(reference, RECIPE, group).state_dict()
     # One module after the other: a region takes in all amaxes that there are.

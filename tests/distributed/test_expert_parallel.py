@@ -65,9 +65,8 @@ def check_dispatch_and_combine_have_the_bytes_of_one_rank(ranks: Ranks) -> None:
             tokens = x.to(kind) if isinstance(kind, torch.dtype) else x
             if isinstance(kind, tuple):
                 options["gradient"] = Float8Spec(E5M2, (1, 32), "pow2")
-                scale = (
-                    0.02 if kind == (-1, -1) else None
-                )  # as delayed scaling has it: one scale for all ranks
+                # As delayed scaling has it: one scale for all ranks.
+                scale = 0.02 if kind == (-1, -1) else None
                 tokens = float8lab.quantize(x, block=kind, scale=scale)
             local_rows = tokens[local_tokens]
             got = layer(
@@ -197,11 +196,13 @@ def check_experts_in_other_placements_raise(ranks: Ranks) -> None:
     module = distribute_module(stacked("mlp", ranks.device), mesh, place)
     with pytest.raises(NotImplementedError, match="ExpertMLP must be given the rows"):
         module(x, probs, routing_map)
-    few = float8lab.convert_to_float8(stacked("mlp", ranks.device), recipes.DelayedScaling())
-    for name, p in list(few.named_parameters()):
-        few.register_parameter(name, nn.Parameter(p[:3].detach()))
+    partial_module = float8lab.convert_to_float8(
+        stacked("mlp", ranks.device), recipes.DelayedScaling()
+    )
+    for name, p in list(partial_module.named_parameters()):
+        partial_module.register_parameter(name, nn.Parameter(p[:3].detach()))
     with pytest.raises(NotImplementedError, match="weights must be those of all 8 experts"):
-        few.run_rows(x, [1, 1, 1])
+        partial_module.run_rows(x, [1, 1, 1])
     ones = torch.ones(E, H, H, device=ranks.device)
     replicated = nn.Parameter(distribute_tensor(ones, mesh, [Replicate()]))
     module.register_parameter("fc2_weight", replicated)
@@ -233,8 +234,8 @@ def check_table_row_of_expert_parallelism(ranks: Ranks) -> None:
         single = stacked("mlp", ranks.device)
         module = float8lab.ExpertMLP(E // ranks.world, H, H, bias=True, device=ranks.device)
         with torch.no_grad():
-            for p, whole in zip(module.parameters(), single.parameters(), strict=True):
-                p.copy_(whole[local_experts])
+            for p, unsharded in zip(module.parameters(), single.parameters(), strict=True):
+                p.copy_(unsharded[local_experts])
         run, run_single = call(module, local_tokens, None), call(single, slice(None), group)
         got = take_step(module, recipe, x[local_tokens], dy[local_tokens], group=group, call=run)
         want = take_step(single, recipe, x, dy, group=group, call=run_single)

@@ -119,7 +119,7 @@ def norm(ranks: Ranks, x: Tensor) -> float:
 
 
 def check_reduce_scatter_has_the_arithmetic_of_plain_pytorch(ranks: Ranks) -> None:
-    """With chunks that end inside a block, all dtypes and all ways to average."""
+    """The cases are chunks that end inside a block, all dtypes and all ways to average."""
     bf16, f32 = torch.bfloat16, torch.float32
     policies = [
         (MixedPrecisionPolicy(), 1 / ranks.world),
@@ -209,7 +209,7 @@ def check_feedback_leaves_the_error_of_one_step(ranks: Ranks) -> None:
 
 
 def check_residuals_of_parameters_without_gradients_stay(ranks: Ranks) -> None:
-    """Of two parameters of one size, the error of neither reaches the other, even if frozen."""
+    """Of two layers of one size, neither gets the other's error, even if the other is frozen."""
 
     class ChosenLayers(nn.Module):
         def __init__(self) -> None:
@@ -250,7 +250,7 @@ def check_residuals_of_parameters_without_gradients_stay(ranks: Ranks) -> None:
 
 
 def check_nonfinite_gradients_arrive(ranks: Ranks) -> None:
-    """They arrive at the rank that owns the gradient, and leave no trace in the next step."""
+    """A nonfinite gradient arrives at the rank that owns it, and leaves no trace in the next step."""
     for value, feedback in itertools.product((torch.inf, -torch.inf, torch.nan), (False, True)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(40, 40, bias=False, device=ranks.device))
@@ -271,7 +271,7 @@ def check_nonfinite_gradients_arrive(ranks: Ranks) -> None:
 
 
 def check_gradient_norm_of_a_gpt_differs_by_at_most_0_1_percent(ranks: Ranks) -> None:
-    """At the start of training and later."""
+    """The bound holds at the start of training and later."""
     models = [sharded_gpt(ranks) for _ in range(2)]
     fp8_reduce_scatter(models[1])
     optimizers = [torch.optim.AdamW(model.parameters(), lr=3e-3) for model in models]
@@ -324,7 +324,7 @@ def check_losses_of_a_gpt_differ_less_than_those_of_seeds(ranks: Ranks) -> None:
 
 
 def check_training_resumes_bit_for_bit(ranks: Ranks) -> None:
-    """Through DCP and by hand; each rank has residuals of its own."""
+    """The state is saved through DCP and by hand; each rank has residuals of its own."""
 
     def make(seed: int) -> tuple[nn.Module, Any, Any]:
         model = sharded_gpt(ranks, seed)
@@ -376,7 +376,7 @@ def check_remove_restores_the_reduce_scatter_of_fsdp(ranks: Ranks) -> None:
 
 
 def check_modules_sharded_together_have_one_residual(ranks: Ranks) -> None:
-    """They are one parameter group, and a parameter group has one residual."""
+    """Modules sharded together are one parameter group, and a parameter group has one residual."""
     model = make_model(ranks.device)
     fully_shard([model[0], model[1]], mesh=ranks.mesh())
     fully_shard(model, mesh=ranks.mesh())

@@ -604,9 +604,8 @@ def test_copies_overlap_with_compute():
     copies_by_direction = [
         [(a, b) for name, a, b in spans if direction in name] for direction in ("DtoH", "HtoD")
     ]
-    assert all(
-        sum(b - a > 20 for a, b in copies) >= 10 for copies in copies_by_direction
-    )  # microseconds
+    # Microseconds.
+    assert all(sum(b - a > 20 for a, b in copies) >= 10 for copies in copies_by_direction)
     # On one stream, a copy would begin only after the kernel before it ends. How much time copies
     # and kernels share depends on what else the GPU does.
     for copies in copies_by_direction:

@@ -130,8 +130,8 @@ def check_mm_scatter_has_the_sums_of_a_reduce_scatter(
         sums = []
         for rank, (a, b) in enumerate(all_operands):
             size = ROWS // 2 if cuts_rows and rank != ranks.rank else ROWS
-            parts = [rows_of(a, ROWS * ranks.rank + i, size) for i in range(0, ROWS, size)]
-            gemms = [scaled_mm_op(*part, *b, None, torch.bfloat16, False) for part in parts]
+            chunks = [rows_of(a, ROWS * ranks.rank + i, size) for i in range(0, ROWS, size)]
+            gemms = [scaled_mm_op(*chunk, *b, None, torch.bfloat16, False) for chunk in chunks]
             sums.append(torch.cat(gemms))
         assert torch.equal(total, torch.stack(sums).sum(0))
         if cuts_rows:

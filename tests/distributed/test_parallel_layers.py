@@ -348,7 +348,7 @@ def check_transformer_layer_equals_that_of_one_rank(ranks: Ranks) -> None:
 
 @on_ranks(4)
 def check_sizes_are_exchanged_once(ranks: Ranks) -> None:
-    """Only for tokens that come from outside; the outputs of layers have known rows."""
+    """Tokens that come from outside need the exchange; the outputs of layers have known rows."""
     group = {
         "tp_group": dist.group.WORLD, "set_parallel_mode": True, "sequence_parallel": True,
     }  # fmt: skip
@@ -441,9 +441,8 @@ def check_recomputation_repeats_random_numbers(ranks: Ranks) -> None:
             layer.train()
             layer.hidden_dropout = layer.self_attention.core_attention.attention_dropout = 0.0
             y = layer(local_shard(x, 0, ranks))
-            is_left_out = (
-                (y == local_shard(x, 0, ranks)).all(0).all(-1)
-            )  # both blocks were left out
+            # Both blocks were left out.
+            is_left_out = (y == local_shard(x, 0, ranks)).all(0).all(-1)
             ranks.assert_same(is_left_out)
 
 
@@ -537,7 +536,7 @@ def check_captured_layer_equals_eager_layer(ranks: Ranks) -> None:
 
 
 def check_stored_shards_have_the_bytes_of_the_unsharded_weight(ranks: Ranks) -> None:
-    """Also after a step, and in the state dicts that are sharded and joined."""
+    """The bytes also agree after a step, and in state dicts that are sharded and joined."""
     torch.manual_seed(1)
     x = torch.randn(5, 2, HIDDEN).to(ranks.device)
     group = {"tp_group": dist.group.WORLD}

@@ -372,7 +372,7 @@ def check_training_of_stored_weights_equals_one_rank(ranks: Ranks) -> None:
 
 @on_ranks(4)
 def check_checkpoints_load_on_other_meshes(ranks: Ranks) -> None:
-    """With weights in high precision and with weights stored in FP8."""
+    """The weights are in high precision or stored in FP8."""
 
     def build(shape: tuple[int, int], seed: int, recipe: Recipe, stored: bool) -> Block:
         mesh = ranks.mesh(*shape, names=("dp", "tp"))

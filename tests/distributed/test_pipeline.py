@@ -228,7 +228,7 @@ def check_example_of_the_page_gives_gradients(ranks: Ranks) -> None:
 def check_recomputation_in_a_region_per_microbatch_has_the_scales_of_its_forward(
     ranks: Ranks,
 ) -> None:
-    """Forwards are as in a plain loop."""
+    """The operands of forwards are those of a plain loop."""
     region = partial(float8lab.autocast, recipe=RECIPE, amax_reduction_group=group_of_one(ranks))
     uncheckpointed: list[Any] = []
     for checkpoint in CHECKPOINTS:

@@ -249,16 +249,16 @@ def test_recomputed_operands_have_the_bytes_of_their_forward(operands, outer, in
     first, second = FeedForward(), FeedForward()
     region = partial(float8lab.autocast, recipe=RECENT)
 
-    def once(x):
+    def apply_layers(x):
         return second(first(x))
 
-    def twice(x):
+    def apply_layers_twice(x):
         with region():
-            x = once(x)
+            x = apply_layers(x)
         with region():
-            return once(100.0 * x)
+            return apply_layers(100.0 * x)
 
-    function = twice if regions == "inside" else once
+    function = apply_layers_twice if regions == "inside" else apply_layers
 
     def run(x):
         with region() if regions == "around" else contextlib.nullcontext():
@@ -269,7 +269,7 @@ def test_recomputed_operands_have_the_bytes_of_their_forward(operands, outer, in
             )
 
     for seed in range(2):  # afterwards every slot has a scale
-        twice(leaf(4, 32, seed=seed))
+        apply_layers_twice(leaf(4, 32, seed=seed))
     assert repeats_all_operands(operands, run) == [True] * 3
 
 

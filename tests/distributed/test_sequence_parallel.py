@@ -73,9 +73,8 @@ def check_gradients_of_sequence_parallel_parameters_are_summed(ranks: Ranks) -> 
     if ranks.rank % 2 == 0:
         with Collectives() as collectives:
             reduce_sequence_parallel_gradients(model)
-        assert len(collectives.of("allreduce")) == 2 * (
-            ranks.world > 2
-        )  # a single rank has nothing to sum
+        # A single rank has nothing to sum.
+        assert len(collectives.of("allreduce")) == 2 * (ranks.world > 2)
 
 
 def check_sharded_cross_entropy_equals_unsharded(ranks: Ranks) -> None:

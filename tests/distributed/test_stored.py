@@ -94,7 +94,7 @@ def check_stacked_experts_train_as_unsharded_ones(ranks: Ranks) -> None:
 
 
 def check_expert_mlps_train_as_unsharded_ones(ranks: Ranks) -> None:
-    """Both weights of ``ExpertMLP``, stored in FP8 or not."""
+    """Both weights of ``ExpertMLP`` are stored in FP8, or neither is."""
     for recipe, stored in ((RECIPES[0], True), *((recipe, False) for recipe in RECIPES)):
         torch.manual_seed(0)
         with float8lab.fp8_model_init(stored, recipe=recipe):

@@ -301,7 +301,7 @@ def inputs(ranks: Ranks, rows: int, features: int) -> tuple[Tensor, Tensor]:
 
 
 def check_stored_weights_have_the_bytes_of_one_rank(ranks: Ranks) -> None:
-    """At first, after steps, and after a write to the weights."""
+    """The bytes agree at first, after steps, and after a write to the weights."""
     K, F = 64, 128 * ranks.world
     for recipe in filter(None, RECIPES[:6]):
         make = partial(float8lab.LayerNormMLP, K, F, set_parallel_mode=True)
@@ -595,7 +595,7 @@ def check_mismatched_tokens_raise(ranks: Ranks) -> None:
 
 
 def check_keep_gathered_saves_a_gather(ranks: Ranks) -> None:
-    """It saves the gather for wgrad where wgrad takes the FP8 data of fprop."""
+    """``keep_gathered`` saves the gather for wgrad where wgrad takes the FP8 data of fprop."""
     kinds: dict[str, tuple[Any, Layout]] = {
         "linear": (partial(float8lab.Linear, parallel_mode="column"), COLUMN),
         "norm": (partial(float8lab.LayerNormLinear, parallel_mode="column"), COLUMN),

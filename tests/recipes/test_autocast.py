@@ -114,9 +114,8 @@ def test_precedence_of_recipes():
     with float8lab.autocast():  # keeps the recipe of each layer
         assert gemms_of(converted, x) == (1, 1)
     assert not converted[0]._fp8.slots
-    with float8lab.autocast(
-        recipe=DELAYED
-    ):  # overrides the recipe of layer 0, not the pinned one of layer 1
+    # Overrides the recipe of layer 0, not the pinned one of layer 1.
+    with float8lab.autocast(recipe=DELAYED):
         assert gemms_of(converted, x) == (1, 1)
     assert (DELAYED, None) in converted[0]._fp8.slots
     with float8lab.autocast(enabled=False):

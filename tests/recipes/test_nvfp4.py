@@ -103,12 +103,15 @@ def test_groups_are_cast_like_separate_matrices() -> None:
         )
 
 
-def test_specs_of_packed_and_held_elements_agree() -> None:
-    held = Spec(E4M3, (1, 16), RULE)
-    assert (held.element_dtype, held.scale_dtype) == (NVFP4.element_dtype, NVFP4.scale_dtype)
-    assert (held.largest(), held.describe()) == (6.0, NVFP4.describe())
-    assert held.shares_matrix_amax
-    assert (held.is_packed, NVFP4.is_packed) == (False, True)
+def test_specs_of_packed_and_unpacked_elements_agree() -> None:
+    unpacked = Spec(E4M3, (1, 16), RULE)
+    assert (unpacked.element_dtype, unpacked.scale_dtype) == (
+        NVFP4.element_dtype,
+        NVFP4.scale_dtype,
+    )
+    assert (unpacked.largest(), unpacked.describe()) == (6.0, NVFP4.describe())
+    assert unpacked.shares_matrix_amax
+    assert (unpacked.is_packed, NVFP4.is_packed) == (False, True)
     with pytest.raises(ValueError, match=r"scale_rule must be a rule for torch\.float8_e5m2"):
         Spec(torch.float8_e5m2, (1, 16), RULE)
 

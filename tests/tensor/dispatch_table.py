@@ -454,9 +454,8 @@ def try_op(section: str, expression: str, granularity: str) -> Outcome | None:
         tree_leaves(value, is_leaf=_is_numbers) for value in (actual, expected)
     )
     pairs = list(zip(leaves, expected_leaves, strict=True))
-    pairs += [
-        (names[n], plain_names[n]) for n in ("x", "y", "p") if n in names
-    ]  # the op may write these
+    # The op may write these.
+    pairs += [(names[n], plain_names[n]) for n in ("x", "y", "p") if n in names]
     for got, want in pairs:
         difference = _disagreement(got if _is_numbers(got) else _plain(got), want, tolerance)
         assert not difference, f"{expression} on {granularity}: {difference}"

@@ -434,11 +434,11 @@ def check_distribute_tensor_takes_the_values_of_the_first_rank(ranks: Ranks) -> 
             expected = quantize(torch.randn(shape, device=ranks.device), block=block)
             for dim in (0, 1):
                 sharded = distribute_tensor(rank_tensor.clone(), mesh, [Shard(dim)])
-                parts = list(expected.dequantize().chunk(ranks.world, dim))
+                shards = list(expected.dequantize().chunk(ranks.world, dim))
                 local = sharded.to_local()
                 assert isinstance(local, Float8Tensor)
-                if ranks.rank < len(parts) and block == (-1, -1):
-                    assert torch.equal(local.dequantize(), parts[ranks.rank])
+                if ranks.rank < len(shards) and block == (-1, -1):
+                    assert torch.equal(local.dequantize(), shards[ranks.rank])
                 locals_ = ranks.gather(local.dequantize().cpu())
                 full = sharded.full_tensor().dequantize()
                 assert torch.equal(full.cpu(), torch.cat(locals_, dim))

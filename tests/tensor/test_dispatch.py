@@ -341,9 +341,9 @@ def test_new_tensors_keep_every_value_and_share_nothing(block):
 
 def test_tensors_of_other_formats_are_not_joined_in_fp8():
     x = make((4, 4), (1, -1))
-    for other in (quantize(torch.ones(4, 4), torch.float8_e5m2), torch.ones(4, 4), x.bfloat16()):
+    for operand in (quantize(torch.ones(4, 4), torch.float8_e5m2), torch.ones(4, 4), x.bfloat16()):
         with pytest.raises(NotImplementedError, match=r"aten\.cat"):
-            torch.cat([x, other])
+            torch.cat([x, operand])
 
 
 @each_block
@@ -423,7 +423,7 @@ def test_grouped_matmuls_are_near_those_of_dequantized_tensors(block, quantized)
     assert type(y) is torch.Tensor
     assert not y[40:].any()
     if not quantized and rows == (-1, -1):  # the rows of each expert have a scale
-        quantized_x = torch.cat([quantize(part).dequantize() for part in (x[:10], x[10:40])])
+        quantized_x = torch.cat([quantize(rows).dequantize() for rows in (x[:10], x[10:40])])
     else:
         quantized_x = quantized_x.dequantize()
     for start, end, expert_weight in ((0, 10, w[0]), (10, 40, w[1:].chunk(2)[1][0])):

@@ -73,7 +73,7 @@ def test_scale_decodes_and_determines_the_bytes():
     ],
     ids=["zero", "largest", "inf", "minus-inf", "large", "subnormal"],
 )  # fmt: skip
-def test_special_values_are_decoded_without_surprise(values, decoded):
+def test_zero_nonfinite_and_extreme_values_have_defined_results(values, decoded):
     t = quantize(torch.tensor([values]))
     if values[0] not in (1e-45, 3e38):
         assert t.scale.item() == 1.0
