@@ -90,7 +90,7 @@ class Collectives(TorchDispatchMode):
 
     def of(self, name: str) -> list[tuple[torch.dtype, int]]:
         """Return dtype and size of the collectives whose name contains ``name``."""
-        return [(dtype, size) for called, dtype, size in self.called if name in called]
+        return [(dtype, size) for called, dtype, size in self.seen if name in called]
 
 
 _SLOW_CHECKS: set[Any] = set()

@@ -127,7 +127,7 @@ def place(_: str, module: nn.Module, mesh: Any) -> None:
 def check_sharded_experts_have_the_bytes_of_one_rank(ranks: Ranks) -> None:
     """Experts that are DTensors, converted before or after sharding, have the bytes of one rank.
 
-    Under delayed scaling over three steps. In the first step some experts have no tokens, and the
+    Delayed scaling takes three steps. In the first step some experts have no tokens, and the
     magnitude of rows differs by expert.
     """
     groups, mesh = [dist.new_group([r]) for r in range(ranks.world)], ranks.mesh()

@@ -250,7 +250,7 @@ def check_residuals_of_parameters_without_gradients_stay(ranks: Ranks) -> None:
 
 
 def check_nonfinite_gradients_arrive(ranks: Ranks) -> None:
-    """A nonfinite gradient arrives at the rank that owns it, and leaves no trace in the next step."""
+    """A nonfinite gradient arrives at the rank that owns it; the next step has no trace of it."""
     for value, feedback in itertools.product((torch.inf, -torch.inf, torch.nan), (False, True)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(40, 40, bias=False, device=ranks.device))

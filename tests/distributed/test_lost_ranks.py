@@ -98,7 +98,7 @@ def use_another_group(rank: int) -> None:
 
 
 def pass_other_tokens(rank: int) -> None:
-    """A rank asks for the sizes alone where other ranks know them already."""
+    """Other ranks know the sizes of tokens already, so a rank that asks for sizes is alone."""
     layer = make_layer(make_group(WORLD))
     with float8lab.autocast(recipe=Float8CurrentScaling()):
         x = layer(torch.ones(4, 2, 16))

@@ -162,7 +162,7 @@ def check_compiled_gemms_equal_eager_ones(ranks: Ranks) -> None:
 
 
 def check_layers_that_overlap_equal_layers_that_do_not(ranks: Ranks) -> None:
-    """Layers whose GEMMs overlap have the results of other layers, and gather only sizes else."""
+    """Layers whose GEMMs overlap have the results of other layers, and gather nothing but sizes."""
     group = group_with_window(ranks)
     tokens = 128 * ranks.world  # a block of rows on each rank
     for recipe, mode in itertools.product(RECIPES, ("column", "row")):

@@ -72,7 +72,7 @@ LayerInputs = dict[str, tuple[list[Tensor], list[Tensor]]]
 
 
 def record_layer_inputs(model: nn.Module) -> LayerInputs:
-    """Return what each step fills: the inputs and output gradients of GEMM layers and attention."""
+    """Return a dict that steps fill with inputs and output gradients of GEMMs and attention."""
     inputs: LayerInputs = {}
     kinds = (fnn.Linear, fnn.LayerNormLinear, fnn.DotProductAttention)
     for path, module in model.named_modules():

@@ -423,7 +423,9 @@ def test_grouped_matmuls_are_near_those_of_dequantized_tensors(block, quantized)
     assert type(y) is torch.Tensor
     assert not y[40:].any()
     if not quantized and rows == (-1, -1):  # the rows of each expert have a scale
-        quantized_x = torch.cat([quantize(rows).dequantize() for rows in (x[:10], x[10:40])])
+        quantized_x = torch.cat(
+            [quantize(expert_rows).dequantize() for expert_rows in (x[:10], x[10:40])]
+        )
     else:
         quantized_x = quantized_x.dequantize()
     for start, end, expert_weight in ((0, 10, w[0]), (10, 40, w[1:].chunk(2)[1][0])):
