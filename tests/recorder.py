@@ -81,7 +81,7 @@ def launched(call: Callable[[], None]) -> list[str]:
 
 
 def hooked_as_by_megatron(weights: list[Any], *, zero_out: bool) -> list[Any]:
-    """Hook weights like Megatron's data parallelism; return the list of weights with gradients."""
+    """Hook weights like Megatron's data parallelism; return a list that the hooks fill."""
     reached: list[Any] = []
 
     def hook_of(weight: Any) -> Any:

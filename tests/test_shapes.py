@@ -180,7 +180,7 @@ def _check_linear(module: Any, x: Tensor, y: Tensor, dy: Tensor) -> None:
         _check_gemm(module.bias.grad, dy2.sum(0), dy2, torch.ones(1), M)
 
 
-# torch.nn.Linear gives the first warning when it is made; the second is about cases of one norm.
+# torch.nn.Linear gives the first warning when it is made; the second is of cases with a norm only.
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning")
 @pytest.mark.filterwarnings("ignore:No FP8 module ran inside autocast:UserWarning")
 @pytest.mark.filterwarnings("ignore:.* is stored as .* and cast to:UserWarning")

@@ -274,4 +274,4 @@ def check_delayed_state_resumes_bit_for_bit(ranks: Ranks) -> None:
     assert step(third, optimizer, 3).isfinite()
 
 
-test_ranks = each_check(__name__, 2, 4)
+test_on_ranks = each_check(__name__, 2, 4)

@@ -303,4 +303,4 @@ def check_data_parallel_training(ranks: Ranks) -> None:
         ranks.assert_same(model[1].weight)
 
 
-test_ranks = each_check(__name__, 2, 4)
+test_on_ranks = each_check(__name__, 2, 4)

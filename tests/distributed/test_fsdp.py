@@ -652,4 +652,4 @@ def check_clipped_gradient_norm_is_equal_on_all_ranks(ranks: Ranks) -> None:
     assert all(p.grad.dtype == p.dtype for p in model.parameters())
 
 
-test_ranks = each_check(__name__, 1, 2, 4)
+test_on_ranks = each_check(__name__, 1, 2, 4)

@@ -402,4 +402,4 @@ def test_model_that_is_not_sharded_raises():
         fp8_reduce_scatter(nn.Linear(2, 2))
 
 
-test_ranks = each_check(__name__, 1, 2, 4)
+test_on_ranks = each_check(__name__, 1, 2, 4)

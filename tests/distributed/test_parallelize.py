@@ -560,4 +560,4 @@ def check_fused_module_of_dtensors_equals_one_rank(ranks: Ranks) -> None:
             assert_equal_up_to_sum_order(actual, reference, ranks, len(x), "a result")
 
 
-test_ranks = each_check(__name__, 2, 4)
+test_on_ranks = each_check(__name__, 2, 4)

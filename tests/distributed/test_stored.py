@@ -426,4 +426,4 @@ def check_redistributed_dtensors_keep_their_values(ranks: Ranks) -> None:
             assert torch.equal(back.dequantize(), chunks[ranks.rank].dequantize())
 
 
-test_ranks = each_check(__name__, 1, 2, 4)
+test_on_ranks = each_check(__name__, 1, 2, 4)

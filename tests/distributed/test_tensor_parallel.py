@@ -742,4 +742,4 @@ def check_compiled_layers_equal_eager_ones(ranks: Ranks) -> None:
                 assert torch.equal(expected, actual), (recipe, layout.modes, step)
 
 
-test_on_several_ranks = each_check(__name__, 2, 4)
+test_on_ranks = each_check(__name__, 2, 4)

@@ -457,4 +457,4 @@ def check_fake_backend_runs_without_other_ranks(ranks: Ranks) -> None:
     assert out.shape == (2, 8)
 
 
-test_ranks = each_check(__name__, 2, 4, cpu=4)
+test_on_ranks = each_check(__name__, 2, 4, cpu=4)

@@ -472,7 +472,7 @@ INFERENCE = {
 
 @pytest.mark.parametrize("call", INFERENCE.values(), ids=INFERENCE.keys())
 def test_inference_mode_changes_no_result(call):
-    """Torch does not split composite ops there."""
+    """Torch does not split composite ops in inference mode."""
     t = make((16, 16), (-1, -1))
     expected = call(t)
     with torch.inference_mode():
