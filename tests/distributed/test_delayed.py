@@ -262,13 +262,13 @@ def check_table_row_of_data_parallelism(ranks: Ranks) -> None:
         torch.manual_seed(3)
         return nn.Sequential(float8lab.Linear(64, 64, device=ranks.device))
 
-    def step(recipe: Recipe, tokens: int, parallelize: Any) -> tuple[Step, Step]:
+    def step(recipe: Recipe, tokens: int, wrapper: Any) -> tuple[Step, Step]:
         torch.manual_seed(0)
         tokens *= ranks.world
         x, dy = (torch.randn(tokens, 64) * torch.randn(tokens, 1).mul(4).exp() for _ in range(2))
         x, dy = x.to(ranks.device), dy.to(ranks.device)
         want = take_step(linear(), recipe, x, dy, group=groups[ranks.rank])
-        model = parallelize(linear())
+        model = wrapper(linear())
         got = take_step(model, recipe, local_rows(x, ranks), local_rows(dy, ranks))
         means = [g.full_tensor() if isinstance(g, DTensor) else g for g in got.gradients]
         gradients = [g * ranks.world for g in means]
@@ -282,15 +282,13 @@ def check_table_row_of_data_parallelism(ranks: Ranks) -> None:
     meshes = [sharded(ranks.world)]
     if ranks.world == 4:
         meshes.append(sharded(2, 2))
-    for parallelize in (DistributedDataParallel, *meshes):
-        assert_row(
-            ranks, "data: DDP, FSDP2, HSDP", partial(step, tokens=24, parallelize=parallelize)
-        )
+    for wrapper in (DistributedDataParallel, *meshes):
+        assert_row(ranks, "data: DDP, FSDP2, HSDP", partial(step, tokens=24, wrapper=wrapper))
         name = "data, the tokens of a rank in whole blocks"
-        assert_row(ranks, name, partial(step, tokens=128, parallelize=parallelize))
+        assert_row(ranks, name, partial(step, tokens=128, wrapper=wrapper))
 
 
-def check_data_parallel_training(ranks: Ranks) -> None:
+def check_training_under_ddp_keeps_ranks_equal(ranks: Ranks) -> None:
     model = make_model(ranks)
     ids = [ranks.device.index] if ranks.device.type == "cuda" else None
     parallel = DistributedDataParallel(model, device_ids=ids)
