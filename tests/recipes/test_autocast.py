@@ -100,7 +100,7 @@ def test_fp8_autocast_is_accepted_and_no_recipe_means_delayed_scaling():
     assert steps(m, recipes.DelayedScaling()) == [1, 1, 0]
 
 
-def test_precedence_of_recipes():
+def test_innermost_region_and_pinned_recipes_take_precedence():
     x = torch.randn(4, 32)
     plain = layer()
     assert gemms_of(plain, x) == (0, 1)  # outside autocast: high precision
@@ -168,7 +168,7 @@ def test_scales_follow_the_history_of_earlier_regions():
     assert torch.equal(scales(m), expected)
 
 
-def test_a_call_uses_the_scale_of_the_previous_region():
+def test_call_uses_the_scale_of_the_previous_region():
     m = layer()
     call(m, 1.0, recipes.DelayedScaling())
     before = scales(m, recipes.DelayedScaling())[0]

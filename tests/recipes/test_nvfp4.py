@@ -159,7 +159,7 @@ def losses(module: nn.Module, recipe: NVFP4BlockScaling | None, steps: int = 12)
 
 @each_recipe
 @pytest.mark.parametrize("name", modules())
-def test_modules_train(name: str, recipe: NVFP4BlockScaling) -> None:
+def test_modules_train_in_nvfp4(name: str, recipe: NVFP4BlockScaling) -> None:
     module = modules()[name]()
     high_precision = losses(copy.deepcopy(module), None)
     nvfp4 = losses(module, recipe)

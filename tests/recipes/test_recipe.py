@@ -64,7 +64,7 @@ def test_equality_and_hash_are_by_value(cls):
 
 
 @each_recipe
-def test_copies_are_equal(cls):
+def test_copied_and_pickled_recipes_are_equal(cls):
     recipe = cls(fast_accum=(True, True, False))
     assert copy.deepcopy(recipe) == recipe
     assert pickle.loads(pickle.dumps(recipe)) == recipe
