@@ -1,4 +1,4 @@
-"""What every test runs under: seed 0, NaN in unwritten memory, no GPU tests without a GPU."""
+"""Settings of every test: seed 0, NaN in unwritten memory, no GPU tests without a GPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:  # else where they are used: with workers, this process has no use for them
+if TYPE_CHECKING:  # functions import these late: with workers, this process does not need them
     import torch
 
     from tests.distributed.ranks import RankPool
 
-# No test is about the speed of Inductor's loops on a CPU: headers compiled in advance, and programs
-# that ask which vector instructions there are, take 6 of the 8 s in which it compiles one.
+# No test is about the speed of Inductor's loops on a CPU. Precompiled headers, and programs that
+# detect vector instructions, take 6 of the 8 s in which Inductor compiles a loop.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
@@ -38,15 +38,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    works = hasattr(config, "workerinput")  # in a worker of pytest-xdist
-    if config.getoption("numprocesses", None) and not works:
+    is_worker = hasattr(config, "workerinput")  # in a worker of pytest-xdist
+    if config.getoption("numprocesses", None) and not is_worker:
         return
     import torch
 
-    # Deterministic mode fills torch.empty with NaN, so an output nobody wrote fails its test. The
-    # mode also warns about ops without a deterministic kernel; pyproject.toml ignores that.
+    # Deterministic mode fills torch.empty with NaN, so an output that is not written fails its
+    # test. The mode also warns about ops without a deterministic kernel; pyproject.toml ignores
+    # those warnings.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    if works:  # the workers share the cores, and so do the processes that tests start
+    if is_worker:  # the workers share the cores, and so do the processes that tests start
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -57,27 +58,29 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs more GPUs than torch sees; to skip thousands of tests takes a while."""
+    """Deselect tests that need more GPUs than torch sees: skipping thousands takes a while."""
 
-    def needed(item: pytest.Item) -> int:
+    def required_gpus(item: pytest.Item) -> int:
         if item.get_closest_marker("multi_gpu"):
             return 2
         return 1 if item.get_closest_marker("gpu") else 0
 
-    left_out = [item for item in items if needed(item) > gpus()]
-    if len(left_out) < len(items):
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if needed(item) <= gpus()]
+    deselected = [item for item in items if required_gpus(item) > gpus()]
+    if len(deselected) < len(items):
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if required_gpus(item) <= gpus()]
         return
-    for item in left_out:  # nothing else was asked for: say why it does not run
-        skip = pytest.mark.skip(reason=f"needs {needed(item)} CUDA GPUs; torch sees {gpus()}")
+    for item in deselected:  # only such tests were asked for: say why they do not run
+        skip = pytest.mark.skip(
+            reason=f"needs {required_gpus(item)} CUDA GPUs; torch sees {gpus()}"
+        )
         item.add_marker(skip)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _freeze() -> None:
-    # What there is before a file stays, as tests and modules do: a full collection, which many
-    # tests ask for, need not look at it.
+    # Objects that exist before a file stay, as tests and modules do. Many tests ask for a full
+    # garbage collection, which need not look at these objects.
     gc.collect()
     gc.freeze()
 
@@ -88,13 +91,13 @@ def _seed() -> None:
 
     if torch.cuda.is_available():
         torch.manual_seed(0)
-    else:  # torch.manual_seed would note its caller for every backend that may come up: some 5 ms
+    else:  # torch.manual_seed records its caller for every possible backend, which takes some 5 ms
         torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def _no_warning_about_idle_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    # That an autocast region held no FP8 module is said once a process: here, by its own tests.
+    # A region without an FP8 module warns once per process. Only tests of the warning turn it on.
     monkeypatch.setattr("float8lab.autocast._warns_of_idle_regions", False)
 
 
@@ -112,7 +115,7 @@ def rank_pool() -> Iterator[RankPool]:
 def outcome(
     request: pytest.FixtureRequest, rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], None]:
-    """Runs a check on ranks, and raises if it failed on any; ``each_check`` says on how many."""
+    """Run a check on ranks, and raise if it fails on any; ``each_check`` sets their number."""
     device, world = request.param
     if device == "cuda" and gpus() < world:
         pytest.skip(f"needs {world} CUDA GPUs; torch sees {gpus()}")
@@ -127,7 +130,7 @@ def outcome(
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """No garbage is collected while a CUDA graph is recorded: an older graph's end spoils it."""
+    """Collect no garbage while a CUDA graph is recorded: the end of an older graph spoils it."""
     gc.collect()
     gc.disable()
     yield
@@ -136,7 +139,7 @@ def uncollected() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """What others compiled is forgotten before the test, and what the test compiled after it."""
+    """Forget what was compiled before the test, and what the test compiled."""
     import torch
 
     torch._dynamo.reset()
@@ -146,7 +149,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.fixture
 def no_silent_dequantizing() -> Iterator[None]:
-    """An op without an FP8 implementation raises."""
+    """Raise at an op without an FP8 implementation."""
     import float8lab
 
     with float8lab.fallback("error"):

@@ -1,4 +1,4 @@
-"""Copies of objects that go through a file."""
+"""Copies of objects through a file."""
 
 import io
 from typing import Any

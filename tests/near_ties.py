@@ -1,4 +1,4 @@
-"""Values by which one sees how a cast gets from a scale to bytes."""
+"""Values that reveal how a cast computes bytes from a scale."""
 
 import torch
 from torch import Tensor
@@ -7,28 +7,33 @@ from float8lab.formats import E4M3
 
 
 def near_ties(rows: int) -> Tensor:
-    """Float32 ``[rows, 160]`` whose bytes differ if each row is scaled alone in another way.
+    """Return float32 ``[rows, 160]`` whose bytes reveal how each row was scaled.
 
     In every row ``x * encode``, ``x / scale`` and ``x * (1 / scale)`` are three different rows of
-    E4M3. The first element of a row is its amax, the last ones are 0; the others are halfway
-    between two values, but for a rounding, times the encode factor or over the scale.
+    E4M3. The first element of a row is its amax, and the last ones are 0. The other elements are,
+    up to a rounding, halfway between two E4M3 values when they are multiplied by the encode factor
+    or divided by the scale.
     """
     amax = 1 + torch.arange(64 * rows, device="cpu").float() / (64 * rows)
     encode = torch.tensor(448.0, device="cpu") / amax
     scale = torch.tensor(1.0, device="cpu") / encode
     steps = torch.arange(8, 16, device="cpu") + 0.5
     ties = torch.cat([steps * 2.0**i for i in range(-3, 5)])
-    parts = (amax[:, None], ties / encode[:, None], ties * scale[:, None])
-    x = torch.cat((*parts, torch.zeros(len(amax), 31, device="cpu")), 1)
-    found, given = by_multiplying(x), _bytes(x / scale[:, None])
+    columns = (amax[:, None], ties / encode[:, None], ties * scale[:, None])
+    x = torch.cat((*columns, torch.zeros(len(amax), 31, device="cpu")), 1)
+    multiplied, divided = by_multiplying(x), _bytes(x / scale[:, None])
     reciprocal = _bytes(x * (1 / scale)[:, None])
-    tell = (found != given).any(1) & (found != reciprocal).any(1) & (given != reciprocal).any(1)
-    assert int(tell.sum()) >= rows, "or there are too few"
-    return x[tell][:rows].contiguous()
+    is_distinct = (
+        (multiplied != divided).any(1)
+        & (multiplied != reciprocal).any(1)
+        & (divided != reciprocal).any(1)
+    )
+    assert int(is_distinct.sum()) >= rows, "or there are too few"
+    return x[is_distinct][:rows].contiguous()
 
 
 def by_multiplying(x: Tensor) -> Tensor:
-    """E4M3 of each row times its encode factor, as uint8."""
+    """Return each row times its encode factor in E4M3, as uint8."""
     return _bytes(x * (torch.tensor(448.0, device="cpu") / x.abs().amax(1, keepdim=True)))
 
 

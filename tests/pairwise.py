@@ -1,4 +1,4 @@
-"""Fewer cases than all combinations, which prove what concerns one value or two at once."""
+"""Fewer cases than all combinations, for properties that depend on one value or two."""
 
 import itertools
 from collections.abc import Mapping
@@ -8,25 +8,28 @@ import pytest
 
 
 def pairwise(*axes: Mapping[str, Any]) -> list[Any]:
-    """Cases, one value of each axis, in which every two values of two axes meet.
+    """Return cases, one value of each axis, in which every two values of two axes meet.
 
-    Each case is the first of those that bring most new pairs together; their names are its id.
+    Each case is the first of those that bring most new pairs together. Its id joins the names of
+    its values.
     """
-    left = {
+    uncovered = {
         case: {*itertools.combinations(enumerate(case), 2)} for case in itertools.product(*axes)
     }
     cases = []
-    while left:
-        case = max(left, key=lambda name: len(left[name]))
-        found = left[case]
-        left = {name: new for name, pairs in left.items() if (new := pairs - found)}
+    while uncovered:
+        case = max(uncovered, key=lambda name: len(uncovered[name]))
+        covered = uncovered[case]
+        uncovered = {
+            name: remaining for name, pairs in uncovered.items() if (remaining := pairs - covered)
+        }
         values = (axis[name] for axis, name in zip(axes, case, strict=True))
         cases.append(pytest.param(*values, id="-".join(filter(None, case))))
     return cases
 
 
 def pairs_first(*axes: Mapping[str, Any]) -> list[Any]:
-    """All combinations, of which those that ``pairwise`` leaves out are ``slow``."""
+    """Return all combinations; those that ``pairwise`` leaves out are ``slow``."""
     cases = {case.id: case for case in pairwise(*axes)}
     for names in itertools.product(*axes):
         values = (axis[name] for axis, name in zip(axes, names, strict=True))

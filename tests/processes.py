@@ -1,4 +1,4 @@
-"""A Python of its own, for what must begin with the interpreter."""
+"""A separate Python process, for tests of what happens when the interpreter starts."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_python(*arguments: str | Path, **variables: str) -> str:
-    """What it prints with these arguments, beside the package, and variables of its environment."""
+    """Run Python in the repository with these environment variables, and return what it prints."""
     run = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,

@@ -1,4 +1,4 @@
-"""Valid calls of public functions, modules and methods: what tests of wrong calls start from."""
+"""Valid calls of public functions, modules and methods, from which tests derive wrong calls."""
 
 import functools
 import operator
@@ -26,19 +26,19 @@ S, B = 3, 2
 
 
 class Call(NamedTuple):
-    """A public callable, the arguments of a valid call, and what its result is used for."""
+    """A public callable, the arguments of a valid call, and how its result is used."""
 
     function: Callable[..., Any]
     arguments: Callable[[Path], dict[str, Any]]
     use: Callable[[Any], Any] = lambda result: None
     skip: tuple[str, ...] = ()
-    """Parameters that take anything."""
+    """Parameters that take any value."""
     refusal: str = "(it works)"
-    """What the valid call is refused with where there is no GPU, or no group of processes."""
+    """The error of the valid call where there is no GPU or no group of processes."""
     wrong: Mapping[str, tuple[Any, ...]] = {}
-    """Values by parameter that have a type which the parameter takes, and must be refused."""
+    """Values by parameter whose type the parameter takes, but which must raise."""
     owner: Callable[[Path], Any] | None = None
-    """Makes the object that ``function`` is a method of, and which no refused call may change."""
+    """Makes the object whose method ``function`` is; a call that raises must not change it."""
 
 
 def _x(*shape: int) -> torch.Tensor:
@@ -77,7 +77,7 @@ def _call(
     use: Callable[[Any], Any] = lambda result: None, *, of: Callable[..., Any] | None = None,
     **fields: Any,
 ) -> Callable[[str], Call]:  # fmt: skip
-    """A call of what a name in the package is, or of a function that stands for it."""
+    """Return a call of what a name in the package is, or of the function ``of`` in its place."""
     return lambda name: Call(of or operator.attrgetter(name)(float8lab), arguments, use, **fields)
 
 
@@ -148,7 +148,7 @@ def _export(model: nn.Module, folder: Path) -> Path:
     return folder / "model"
 
 
-def _of_megatron(folder: Path) -> Path:
+def _megatron_checkpoint(folder: Path) -> Path:
     path = folder / "run" / "mp_rank_00"
     path.mkdir(parents=True, exist_ok=True)
     state = {"model": {"embedding.word_embeddings.weight": _x(8, H)}}
@@ -178,7 +178,7 @@ _GPT2 = SimpleNamespace(
 
 
 def _in_fp8(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` in a region with delayed scaling, whose state a refused call must leave alone."""
+    """``forward`` in a region with delayed scaling, whose state a failing call must not change."""
 
     @functools.wraps(forward)
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -193,14 +193,14 @@ def _are_finite(y: Any) -> None:
 
 
 def _called(make: Callable[[], nn.Module], arguments: dict[str, Any], folder: Path) -> nn.Module:
-    """A module that has been called in FP8, and so has state of delayed scaling."""
+    """Return a module that was called in FP8, and so has state of delayed scaling."""
     module = make()
     _in_fp8(type(module).forward)(module, **arguments)
     return module
 
 
 def _forward_calls() -> dict[str, Callable[[str], Call]]:
-    """Calls of modules. A use is a finite output, or several."""
+    """Calls of modules. Their use asserts finite outputs."""
     q, x, angles = _x(S, B, 2, 8), _x(S, B, H), _x(8, 1, 1, 8)
     padding = torch.zeros(B, 1, 1, S, dtype=torch.bool)
     layer: dict[str, Any] = {"ffn_hidden_size": H, "hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -413,8 +413,8 @@ class _Expert(nn.Module):
         return y
 
 
-def _quantized(**how: Any) -> float8lab.Float8Tensor:
-    return float8lab.quantize(_x(B, H), **how)
+def _quantized(**options: Any) -> float8lab.Float8Tensor:
+    return float8lab.quantize(_x(B, H), **options)
 
 
 def _parts() -> dict[str, Any]:
@@ -433,7 +433,7 @@ def _packed() -> dict[str, Any]:
 
 
 def _method_calls() -> dict[str, Callable[[str], Call]]:
-    """Calls of methods, by the object that ``owner`` makes."""
+    """Calls of methods, with the object that ``owner`` makes."""
     x, q, keys = _quantized, _x(S, B, 2, 8), torch.ones(1, 2, 1, 8)
     per_block = float8lab.inspect.stats(x(), per_block=True)
     attention = float8lab.DotProductAttention
@@ -656,25 +656,25 @@ _BY_NAME: dict[str, Callable[[str], Call]] = {
     ),
     "moe_dispatch": _call(
         _constant(**_TOKENS, probs=_x(S, S), gradient=None),
-        lambda found: float8lab.moe_combine(found[0], found[-1]),
+        lambda result: float8lab.moe_combine(result[0], result[-1]),
     ),
     "moe_combine": _call(
         lambda folder: {
             "out": _x(S, B), "handle": float8lab.moe_dispatch(**_TOKENS, probs=_x(S, S))[3]
         }
     ),
-    "moe_permute": _call(_constant(**_TOKENS), lambda found: float8lab.moe_unpermute(*found)),
+    "moe_permute": _call(_constant(**_TOKENS), lambda result: float8lab.moe_unpermute(*result)),
     "moe_permute_with_probs": _call(
         _constant(**_TOKENS, probs=_x(S, S)),
-        lambda found: float8lab.moe_unpermute(found[0], found[2]),
+        lambda result: float8lab.moe_unpermute(result[0], result[2]),
     ),
     "moe_permute_and_pad_with_probs": _call(
         _constant(
             **_TOKENS, probs=_x(S, S), tokens_per_expert=torch.ones(S, dtype=torch.int64),
             align_size=2,
         ),
-        lambda found: float8lab.moe_unpermute(
-            found[0], found[2], restore_shape=(S, H), pad_offsets=found[3]
+        lambda result: float8lab.moe_unpermute(
+            result[0], result[2], restore_shape=(S, H), pad_offsets=result[3]
         ),
     ),
     "moe_unpermute": _call(
@@ -709,7 +709,7 @@ _BY_NAME: dict[str, Callable[[str], Call]] = {
     "nn.whole_state_dict": _call(lambda folder: {"model": _model()}),
     "router.fused_topk_with_score_function": _call(
         _constant(logits=_x(S, 8), topk=2, num_groups=4, group_topk=2, score_function="sigmoid"),
-        lambda found: _assert(found[0].isfinite().all()),
+        lambda result: _assert(result[0].isfinite().all()),
     ),
     "router.fused_compute_score_for_moe_aux_loss": _call(
         _constant(logits=_x(S, 8), topk=2, score_function="softmax")
@@ -731,7 +731,7 @@ _BY_NAME: dict[str, Callable[[str], Call]] = {
     "convert_to_float8": _call(lambda folder: {"model": _model()}, repr),
     "to_high_precision": _call(lambda folder: {"model": _converted()}, lambda m: m(_x(B, H))),
     "conversion_report": _call(lambda folder: {"model": _converted()}, repr),
-    "fallback": _call(_constant(policy="warn"), lambda found: float8lab.fallback("warn")),
+    "fallback": _call(_constant(policy="warn"), lambda result: float8lab.fallback("warn")),
     "get_cpu_offload_context": _call(_constant(enabled=True, model_layers=2)),
     "backward_on_this_core": _call(use=_linear_step),
     "graphed": _call(
@@ -812,8 +812,8 @@ _BY_NAME: dict[str, Callable[[str], Call]] = {
         refusal="must have delayed scales",
     ),
     "integrations.read_megatron": _call(
-        lambda folder: {"path": _of_megatron(folder), "vocab_size": 5},
-        lambda found: _assert(found.state["embedding.word_embeddings.weight"].shape[1] == H),
+        lambda folder: {"path": _megatron_checkpoint(folder), "vocab_size": 5},
+        lambda result: _assert(result.state["embedding.word_embeddings.weight"].shape[1] == H),
     ),
     "integrations.to_transformer_layers": _call(
         lambda folder: {
@@ -833,5 +833,5 @@ _BY_NAME: dict[str, Callable[[str], Call]] = {
         lambda folder: {"module": _model()}, refusal="process group has not been initialized"
     ),
 }  # fmt: skip
-"""Calls by the name of what is called in the package; modules' forwards have names of their own."""
+"""Calls by the callable's name in the package; forwards of modules have names of their own."""
 CALLS: dict[str, Call] = {name: make(name) for name, make in _BY_NAME.items()}

@@ -1,4 +1,4 @@
-"""Which ops run, whether they wait for the GPU, and which gradients hooks get."""
+"""Recorders of which ops run, whether they wait for the GPU, and which gradients hooks get."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ Observer = TypeVar("Observer")
 
 
 class Ops(TorchDispatchMode):
-    """Records the ops that run inside, in their order."""
+    """Records the ops that run inside, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,13 +27,13 @@ class Ops(TorchDispatchMode):
 
     @property
     def names(self) -> list[str]:
-        """Such as ``"aten.mm.default"``."""
+        """The names of the ops, such as ``"aten.mm.default"``."""
         return [str(op) for op in self.seen]
 
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[Observer]:
-    """``observer`` sees the casts and GEMMs of FP8 modules inside."""
+    """Show ``observer`` the casts and GEMMs of FP8 modules inside."""
     PROCESS.observer = observer
     try:
         yield observer
@@ -43,7 +43,7 @@ def observing(observer: Observer) -> Iterator[Observer]:
 
 @contextmanager
 def never_waiting() -> Iterator[None]:
-    """What runs inside raises if it waits for the GPU."""
+    """Raise if code inside waits for the GPU."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
@@ -54,9 +54,9 @@ def never_waiting() -> Iterator[None]:
 
 
 def check_capture(run: Callable[[], Sequence[Tensor]]) -> None:
-    """``run`` never waits for the GPU, and a CUDA graph of it gives its results again.
+    """Assert that ``run`` never waits for the GPU, and that a CUDA graph repeats its results.
 
-    A test of it takes the fixture ``uncollected``.
+    A test that calls this takes the fixture ``uncollected``.
     """
     for _ in range(3):
         want = run()
@@ -70,7 +70,7 @@ def check_capture(run: Callable[[], Sequence[Tensor]]) -> None:
 
 
 def launched(call: Callable[[], None]) -> list[str]:
-    """The kernels and memory operations that a call runs on the GPU."""
+    """Return the kernels and memory operations that a call runs on the GPU."""
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
@@ -81,8 +81,8 @@ def launched(call: Callable[[], None]) -> list[str]:
 
 
 def hooked_as_by_megatron(weights: list[Any], *, zero_out: bool) -> list[Any]:
-    """Hooks as of Megatron's data parallelism; returns where they note each gradient they got."""
-    seen: list[Any] = []
+    """Hook weights like Megatron's data parallelism; return a list that the hooks fill."""
+    reached: list[Any] = []
 
     def hook_of(weight: Any) -> Any:
         def hook(*unused: Any) -> None:
@@ -91,13 +91,13 @@ def hooked_as_by_megatron(weights: list[Any], *, zero_out: bool) -> list[Any]:
             if zero_out:
                 weight.main_grad.add_(weight.grad)
             weight.grad = None
-            seen.append(weight)
+            reached.append(weight)
 
         return hook
 
     for weight in weights:
         weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, zero_out
         node = weight.expand_as(weight).grad_fn.next_functions[0][0]
-        weight.kept_node = node  # else its hook is forgotten with it
+        weight.kept_node = node  # else the node is freed, and its hook with it
         node.register_hook(hook_of(weight))
-    return seen
+    return reached

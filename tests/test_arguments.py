@@ -1,6 +1,6 @@
-"""Wrong arguments are refused by the name that the caller wrote.
+"""Wrong arguments raise errors that begin with the name that the caller wrote.
 
-``--cases N`` tries so many wrong calls of public functions; the default is few, for CI.
+``--cases N`` tries N wrong calls of public functions; the default is few, for CI.
 """
 
 import inspect
@@ -69,40 +69,40 @@ NOT_CALLED = {
 
 def _public() -> dict[str, Callable[..., Any]]:
     """What users call, each once: functions, classes, and the methods that take arguments."""
-    found: dict[Callable[..., Any], str] = {}
+    name_of_callable: dict[Callable[..., Any], str] = {}
     for module in MODULES.values():
         for name in module.__all__:
             value = getattr(module, name)
             if not callable(value):
                 continue
-            found.setdefault(value, name)
+            name_of_callable.setdefault(value, name)
             for method in dir(value) if isinstance(value, type) else ():
                 function = inspect.getattr_static(value, method)
                 function = getattr(function, "__func__", function)
                 if _is_public_method(method, function):
-                    found.setdefault(function, f"{name}.{method}")
-    return {name: value for value, name in found.items() if _takes_arguments(value)}
+                    name_of_callable.setdefault(function, f"{name}.{method}")
+    return {name: value for value, name in name_of_callable.items() if _takes_arguments(value)}
 
 
 def _is_public_method(name: str, function: Any) -> bool:
-    ours = inspect.isfunction(function) and function.__module__.startswith("float8lab")
-    return ours and not name.startswith("_") and _takes_arguments(function, 1)
+    is_own = inspect.isfunction(function) and function.__module__.startswith("float8lab")
+    return is_own and not name.startswith("_") and _takes_arguments(function, 1)
 
 
 def _takes_arguments(value: Callable[..., Any], bound: int = 0) -> bool:
     return len(inspect.signature(value).parameters) > bound
 
 
-def test_wrong_calls_are_refused_by_name(
+def test_wrong_calls_raise_with_the_name_of_the_argument(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # some values are names of files
     count = request.config.getoption("--cases")
-    found = [complaint(case, tmp_path) for case in cases(count or 200)]
-    assert [text for text in found if text] == []
+    complaints = [complaint(case, tmp_path) for case in cases(count or 200)]
+    assert [text for text in complaints if text] == []
 
 
-def test_every_public_callable_is_called_wrongly() -> None:
+def test_every_public_callable_has_wrong_calls() -> None:
     called = {inspect.unwrap(getattr(c.function, "__func__", c.function)) for c in CALLS.values()}
     public = {name: inspect.unwrap(value) for name, value in _public().items()}
     assert [name for name in NOT_CALLED if name not in public and name != "GemmCounts"] == []
@@ -110,11 +110,11 @@ def test_every_public_callable_is_called_wrongly() -> None:
     assert [name for name in missing if name not in NOT_CALLED] == []
 
 
-def test_every_argument_of_a_forward_is_wrong_once() -> None:
-    """Parameters that are left out take anything, and no module's forward has one."""
+def test_every_argument_of_a_forward_gets_a_wrong_value() -> None:
+    """Parameters that are skipped take any value, and no module's forward has one."""
     forwards = {name: call for name, call in CALLS.items() if ".forward" in name}
     assert {name: call.skip for name, call in forwards.items() if call.skip} == {}
-    drawn = {(case.call, case.argument) for case in cases(10**9) if case.must}
+    drawn = {(case.call, case.argument) for case in cases(10**9) if case.must_raise}
     for name, call in forwards.items():
         assert [p for p in parameters(call) if (name, p) not in drawn] == [], name
     assert {call.function for call in forwards.values()} >= {
@@ -132,12 +132,12 @@ def test_every_argument_of_a_forward_is_wrong_once() -> None:
         (Any, "x", True),
     ],
 )  # fmt: skip
-def test_what_an_annotation_admits(kind: Any, value: Any, expected: bool) -> None:
+def test_annotations_admit_values_of_their_types(kind: Any, value: Any, expected: bool) -> None:
     assert admits(kind, value) is expected
 
 
 @pytest.mark.parametrize("name", ["Linear", "apply_rotary_pos_emb", "quantize", "Linear.forward"])
-def test_the_calls_themselves_work(name: str, tmp_path: Path) -> None:
+def test_valid_calls_work(name: str, tmp_path: Path) -> None:
     call = CALLS[name]
     owner = [] if call.owner is None else [call.owner(tmp_path)]
     call.use(call.function(*owner, **call.arguments(tmp_path)))
@@ -145,8 +145,8 @@ def test_the_calls_themselves_work(name: str, tmp_path: Path) -> None:
 
 X, MAP = torch.ones(S, H), torch.eye(S, dtype=torch.bool)
 INT, COMPLEX = torch.ones(2, H).int(), torch.ones(2, H, dtype=torch.complex64)
-Q = torch.linspace(-1, 1, S * 2 * 2 * 8).view(S, 2, 2, 8)  # as the call's queries
-REFUSED: tuple[tuple[str, str, Any, type[Exception]], ...] = (
+Q = torch.linspace(-1, 1, S * 2 * 2 * 8).view(S, 2, 2, 8)  # like the queries of the call
+WRONG_ARGUMENTS: tuple[tuple[str, str, Any, type[Exception]], ...] = (
     ("InferenceParams", "cache_dtype", torch.int8, TypeError),
     ("LayerNorm.forward", "inp", INT, TypeError),
     ("RMSNorm.forward", "inp", COMPLEX, TypeError),
@@ -226,11 +226,11 @@ REFUSED: tuple[tuple[str, str, Any, type[Exception]], ...] = (
     ("router.fused_moe_aux_loss", "probs", X[0, 1:], ValueError),
     ("router.fused_moe_aux_loss", "total_num_tokens", X[0], TypeError),
 )
-"""The wrong argument of a call, and the error."""
+"""Calls with a wrong argument, and the error that they raise."""
 
 
-@pytest.mark.parametrize(("name", "argument", "value", "kind"), REFUSED)
-def test_refused(
+@pytest.mark.parametrize(("name", "argument", "value", "kind"), WRONG_ARGUMENTS)
+def test_wrong_argument_raises_with_its_name(
     name: str, argument: str, value: Any, kind: type[Exception], tmp_path: Path
 ) -> None:
     call = CALLS[name]
@@ -260,21 +260,23 @@ def test_numbers_of_numpy_are_numbers() -> None:
         (check_names, 3, TypeError, "n must be a string or a sequence of strings; got 3."),
     ],
 )
-def test_messages(check: Any, value: Any, kind: type[Exception], message: str) -> None:
+def test_checks_have_exact_messages(
+    check: Any, value: Any, kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind) as raised:
         check("n", value)
     assert str(raised.value).startswith(message)
 
 
-def test_messages_of_flags_and_choices() -> None:
+def test_checks_of_flags_and_choices_have_exact_messages() -> None:
     with pytest.raises(TypeError, match=r"^bias must be True or False; got 'no'. Pass a bool\.$"):
         check_flags(other=True, bias="no")
     with pytest.raises(ValueError, match=r"^n must be 'a' or None; got 'b'. Choose one\.$"):
         check_choice("n", "b", ("a", None))
 
 
-def test_right_calls_beside_the_wrong_ones_work() -> None:
-    """What Transformer Engine, Megatron and torch.autocast give to attention stays right."""
+def test_valid_calls_near_wrong_ones_work() -> None:
+    """Attention takes what Transformer Engine, Megatron and torch.autocast pass to it."""
     q = torch.randn(4, 2, 1, 8)
     want = ATTENTION(q, q, q)
     masks = [
@@ -290,11 +292,13 @@ def test_right_calls_beside_the_wrong_ones_work() -> None:
     decoder = float8lab.TransformerLayer(
         H, H, 4, layer_type="decoder", enc_dec_attn_mask_type="padding", device="cpu"
     ).eval()
-    x, ends = torch.randn(4, 2, H), torch.tensor([0, 4, 6], dtype=torch.int32)
-    both = decoder(x, encoder_output=x, cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    x, offsets = torch.randn(4, 2, H), torch.tensor([0, 4, 6], dtype=torch.int32)
+    y_of_offsets = decoder(x, encoder_output=x, cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
     padding = torch.arange(4) >= torch.tensor([[4], [2]])
     mask = padding.view(2, 1, 1, 4)
-    torch.testing.assert_close(both, decoder(x, encoder_output=x, enc_dec_attn_mask=(mask, mask)))
+    torch.testing.assert_close(
+        y_of_offsets, decoder(x, encoder_output=x, enc_dec_attn_mask=(mask, mask))
+    )
     layer = float8lab.Linear(8, 8, device="cpu")
     for flag in (None, True, np.bool_(False), 0):
         assert layer(torch.ones(2, 8), is_first_microbatch=flag).shape == (2, 8)

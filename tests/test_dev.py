@@ -9,10 +9,10 @@ import dev
 
 @pytest.fixture
 def steps(monkeypatch):
-    """The commands that `test` runs, by name; none of them is run."""
+    """The commands that `test` would run, by name; none of them is run."""
     steps = {}
 
-    def step(name, *command, **how):
+    def step(name, *command, **options):
         steps[name] = command[1:]
 
     monkeypatch.setattr(dev, "setup", lambda venv, extra: None)
@@ -29,13 +29,13 @@ def steps(monkeypatch):
     ],
     ids=str,
 )  # fmt: skip
-def test_slow_tests_are_those_of_all(arguments, passed, steps):
+def test_only_the_option_all_runs_slow_tests(arguments, passed, steps):
     dev.test(arguments)
     assert {*steps} == {"ruff check", "ruff format", "mypy", "wheel", "pytest"}
     assert steps["pytest"] == ("-m", "pytest", *dev.WORKERS, *passed)
 
 
-def test_the_newest_libraries(steps, monkeypatch):
+def test_option_latest_installs_and_tests_the_newest_libraries(steps, monkeypatch):
     monkeypatch.setattr(dev, "pip_install", lambda venv, inherited: ["python", "install"])
     monkeypatch.setattr(dev.Path, "read_text", lambda path: "stamp")
     for arguments, names in ((["-x"], ["-x", *dev.OF_LIBRARIES]), (["tests"], ["tests"])):
@@ -45,8 +45,8 @@ def test_the_newest_libraries(steps, monkeypatch):
 
 
 @pytest.mark.parametrize("failing", ["ruff check", "mypy", "wheel", "pytest"])
-def test_each_check_fails_the_command(failing, steps, monkeypatch):
-    def step(name, *command, **how):
+def test_each_failing_check_fails_the_command(failing, steps, monkeypatch):
+    def step(name, *command, **options):
         if name == failing:
             dev.fail(f"{name} failed", 3)
 
@@ -58,20 +58,20 @@ def test_each_check_fails_the_command(failing, steps, monkeypatch):
 
 
 @pytest.mark.parametrize("status", [0, 5])
-def test_a_step_beside_another_says_all_when_it_ends(status, capfd):
+def test_concurrent_step_prints_all_its_output_when_it_ends(status, capfd):
     code = f"import sys; print('out'); print('err', file=sys.stderr); sys.exit({status})"
     try:
         dev.step("name", sys.executable, "-u", "-c", code, beside=True)
-        ended = 0
+        exit_status = 0
     except SystemExit as stop:
-        ended = stop.code
+        exit_status = stop.code
     lines = ["[dev] name", "out", "err"]
     lines += [f"[dev] name: failed with exit status {status}"] if status else []
-    assert (ended, capfd.readouterr().out.splitlines()) == (status, lines)
+    assert (exit_status, capfd.readouterr().out.splitlines()) == (status, lines)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "release", "rest"),
+    ("arguments", "release", "remaining"),
     [
         ([], "", []), (["-k", "quantize"], "", ["-k", "quantize"]),
         (["--torch", "2.15", "-x"], "2.15", ["-x"]), (["--torch=2.11.0"], "2.11.0", []),
@@ -79,18 +79,18 @@ def test_a_step_beside_another_says_all_when_it_ends(status, capfd):
     ],
     ids=str,
 )  # fmt: skip
-def test_the_release_of_torch(arguments, release, rest):
-    assert dev.asked_torch(arguments) == (release, rest)
+def test_option_torch_selects_a_release(arguments, release, remaining):
+    assert dev.asked_torch(arguments) == (release, remaining)
 
 
 @pytest.mark.parametrize("arguments", [["--torch"], ["--torch", "-x"], ["--torch=../2.15"]])
-def test_no_release(arguments):
+def test_missing_or_wrong_release_raises(arguments):
     with pytest.raises(SystemExit, match=r"--torch must be a release, such as 2\.15; got"):
         dev.asked_torch(arguments)
 
 
-def test_environments():
+def test_environments_have_folders_and_requirements():
     venvs = dev.Venv(), dev.Venv("2.15"), dev.Venv(latest=True)
     assert [venv.path.name for venv in venvs] == [".venv", ".venv-torch-2.15", ".venv-latest"]
-    asked = [dev.Venv(release).requirements for release in ("", "2.15", "2.15.1")]
-    assert asked == [[], ["torch==2.15.*"], ["torch==2.15.1"]]
+    requirements = [dev.Venv(release).requirements for release in ("", "2.15", "2.15.1")]
+    assert requirements == [[], ["torch==2.15.*"], ["torch==2.15.1"]]

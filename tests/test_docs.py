@@ -1,10 +1,11 @@
-"""What the documentation shows is true: examples run, links lead to files.
+"""The documentation is true: its examples run, and its links lead to files.
 
 The pages are README.md and docs/**/*.md. The ```python blocks of a page run in order and share one
-namespace, in an empty working directory. On the line above a block ``<!-- no-run: reason -->``
-skips it (tests/docs/test_blocks.py reads it); ``<!-- needs: pandas -->`` skips it where the library
-is absent; ``<!-- raises: ValueError -->`` says that it must raise that, with the message that the
-heading above it quotes. Docstring examples find ``torch`` and ``float8lab`` imported.
+namespace, in an empty working directory. On the line above a block, ``<!-- no-run: reason -->``
+skips the block (tests/docs/test_blocks.py reads it), and ``<!-- needs: pandas -->`` skips it where
+the library is absent. ``<!-- raises: ValueError -->`` says that the block must raise that error,
+with the message that the heading above it quotes. Docstring examples find ``torch`` and
+``float8lab`` imported.
 """
 
 import builtins
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if path.exists()]
 MODULES = sorted((ROOT / "float8lab").rglob("*.py"))
 
-# Pages and modules that need another library, which may be absent, and whose advice is no error.
+# Pages and modules that need another library, which may be absent. Its warnings are no errors.
 NEEDS = {
     "docs/finetune_fp8.md": "peft", "docs/lightning.md": "lightning", "docs/peft.md": "peft",
     "docs/quickstart/training.md": "transformers", "docs/rl_weight_sync.md": "accelerate",
@@ -50,8 +51,8 @@ def page_name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def _need(path: Path) -> None:
-    """Skip the test where a library is absent; leave its warnings to its own tests."""
+def _require_library(path: Path) -> None:
+    """Skip the test where a library is absent; ignore warnings, which other tests check."""
     if (library := NEEDS.get(page_name(path))) is not None:
         warnings.simplefilter("ignore")  # pytest restores the filters after the test
         pytest.importorskip(library)
@@ -60,14 +61,14 @@ def _need(path: Path) -> None:
 @pytest.mark.parametrize(
     "page",
     [
-        # The whole self-check, each of whose checks is a quick test.
+        # This page runs the whole self-check, and a quick test runs each of its checks.
         pytest.param(page, marks=[pytest.mark.slow] * (page_name(page) == "docs/selfcheck.md"))
         for page in PAGES
     ],
     ids=page_name,
 )
 def test_page_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    _need(page)
+    _require_library(page)
     monkeypatch.chdir(tmp_path)
     text = page.read_text()
     namespace: dict[str, object] = {"__name__": "__main__"}
@@ -93,9 +94,12 @@ def test_page_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def _quoted(heading: str) -> str:
-    """A pattern of the message in a heading, ``...`` being anything."""
-    parts = (r"\s+".join(map(re.escape, part.split())) for part in heading.strip("`").split("..."))
-    return r"^\s*" + r"\s*(?s:.*?)\s*".join(parts)
+    """Return a pattern of the message in a heading, where ``...`` is any text."""
+    fragments = (
+        r"\s+".join(map(re.escape, fragment.split()))
+        for fragment in heading.strip("`").split("...")
+    )
+    return r"^\s*" + r"\s*(?s:.*?)\s*".join(fragments)
 
 
 def test_troubleshooting_quotes_only_messages_that_are_raised():
@@ -108,7 +112,7 @@ def test_troubleshooting_quotes_only_messages_that_are_raised():
 def test_page_links_lead_to_files():
     for page, link in [(source, link) for source in PAGES for link in _links(source)]:
         target, _, anchor = link["target"].partition("#")
-        if re.match(r"[a-z]+:", target):  # elsewhere: no test asks the network
+        if re.match(r"[a-z]+:", target):  # another site: no test uses the network
             assert re.match(r"https://[\w.-]+\.[a-z]+(/|$)", target), f"{page}: {target}"
             continue
         file = page.parent / target if target else page
@@ -123,18 +127,18 @@ def _links(page: Path) -> list[re.Match[str]]:
 
 @functools.cache
 def _anchors(page: Path) -> set[str]:
-    """Of the headings of a page, as GitHub makes them; mkdocs.yml has the site make the same."""
-    found: set[str] = set()
+    """The anchors of a page's headings as on GitHub; mkdocs.yml makes the site use the same."""
+    anchors: set[str] = set()
     for heading in re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.M):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
         slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
-        assert slug not in found, f"{page}: two headings #{slug}, which links cannot tell apart"
-        found.add(slug)
-    return found
+        assert slug not in anchors, f"{page}: two headings #{slug}, which links cannot tell apart"
+        anchors.add(slug)
+    return anchors
 
 
 def _run_docstring_examples(path: Path) -> str:
-    """Run the examples of a module; what doctest reports of those that fail."""
+    """Run the examples of a module; return doctest's report of those that fail."""
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     module = importlib.import_module(name)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
@@ -150,7 +154,7 @@ def _run_docstring_examples(path: Path) -> str:
     "path", [path for path in MODULES if page_name(path) in NEEDS], ids=page_name
 )
 def test_docstring_examples_of_integrations_run(path: Path):
-    _need(path)
+    _require_library(path)
     assert _run_docstring_examples(path) == ""
 
 
@@ -162,20 +166,20 @@ def test_docstring_examples_run(folder: Path):
     assert "".join(map(_run_docstring_examples, paths)) == ""
 
 
-def test_pictures_are_shown_and_made():
-    """All by a script in docs/, each on a page with an alternative text, none too large."""
+def test_every_picture_is_shown_and_made_by_a_script():
+    """A script in docs/ makes each picture; each has an alternative text; none is too large."""
     script = "".join(path.read_text() for path in ROOT.glob("docs/make_*.py"))
     shown = set()
     for page in PAGES:
         for picture in re.finditer(r"!\[(?P<text>[^\]]*)\]\((?P<path>[^)]+)\)", page.read_text()):
             assert len(picture["text"]) > 20, f"{page}: {picture['path']} needs a text"
             shown.add((page.parent / picture["path"]).resolve())
-    kept = set((ROOT / "docs" / "images").iterdir())
-    assert shown == kept
-    for path in kept:
+    files = set((ROOT / "docs" / "images").iterdir())
+    assert shown == files
+    for path in files:
         assert re.search(rf'"{path.stem}["(.]', script), f"{path.name} is made by nothing"
         assert path.stat().st_size < (250_000 if path.suffix == ".png" else 100_000), path.name
-    assert sum(path.stat().st_size for path in kept) < 1_500_000
+    assert sum(path.stat().st_size for path in files) < 1_500_000
 
 
 def test_pictures_of_terminals_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""Routers: the formulas of their scores, their gradients, and the kernels against float64."""
+"""Routers: the formulas of scores and gradients, and the kernels against float64."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
-def scored(z: Tensor, function: str) -> Tensor:
+def compute_scores(z: Tensor, function: str) -> Tensor:
     scores: dict[str, Any] = {
         "softmax": lambda: z.softmax(-1),
         "sigmoid": z.sigmoid,
@@ -37,24 +37,27 @@ def scored(z: Tensor, function: str) -> Tensor:
     return scores[function]()
 
 
-def plain(z: Tensor, kind: tuple[Any, ...], bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Probabilities by the definition, expert by expert."""
-    topk, before, groups, best, scaling, function = kind
-    scores = scored(z, function)
-    ranked = z if function == "softmax" and not before else scores
+def route_by_definition(
+    z: Tensor, kind: tuple[Any, ...], bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the probabilities and the chosen experts by definition, token by token."""
+    topk, use_pre_softmax, groups, group_topk, scaling, function = kind
+    scores = compute_scores(z, function)
+    ranked = z if function == "softmax" and not use_pre_softmax else scores
     ranked = (ranked if bias is None else ranked + bias).detach()
     chosen = torch.zeros_like(z, dtype=torch.bool)
     for t, row in enumerate(ranked.tolist()):
         allowed = set(range(len(row)))
         if groups:
             size = len(row) // groups
-            parts = [
-                sorted(row[g * size : (g + 1) * size])[-(topk // best) :] for g in range(groups)
+            group_tops = [
+                sorted(row[g * size : (g + 1) * size])[-(topk // group_topk) :]
+                for g in range(groups)
             ]
-            first = sorted(range(groups), key=lambda g: -sum(parts[g]))[:best]
-            allowed = {e for e in allowed if e // size in first}
+            best_groups = sorted(range(groups), key=lambda g: -sum(group_tops[g]))[:group_topk]
+            allowed = {e for e in allowed if e // size in best_groups}
         chosen[t, sorted(allowed, key=lambda e: -row[e])[:topk]] = True
-    if function == "softmax" and not before:
+    if function == "softmax" and not use_pre_softmax:
         probs = z.masked_fill(~chosen, -torch.inf).softmax(-1)
     else:
         probs = scores * chosen
@@ -64,7 +67,7 @@ def plain(z: Tensor, kind: tuple[Any, ...], bias: Tensor | None) -> tuple[Tensor
 
 
 @each_kind
-def test_probabilities(kind: tuple[Any, ...]) -> None:
+def test_probabilities_and_gradients_follow_the_definition(kind: tuple[Any, ...]) -> None:
     z = torch.randn(40, 12, dtype=torch.float64, requires_grad=True)
     for bias in (None, torch.randn(12, dtype=torch.float64)):
         if bias is not None and kind[-1] == "softmax":
@@ -72,12 +75,12 @@ def test_probabilities(kind: tuple[Any, ...]) -> None:
                 router.fused_topk_with_score_function(z, *kind, bias)
             continue
         probs, routing_map = router.fused_topk_with_score_function(z, *kind, bias)
-        want, chosen = plain(z, kind, bias)
+        want, chosen = route_by_definition(z, kind, bias)
         assert torch.equal(routing_map, chosen)
         torch.testing.assert_close(probs, want)
         weight = torch.randn_like(want)
-        (grad,), (wanted,) = (torch.autograd.grad((p * weight).sum(), z) for p in (probs, want))
-        torch.testing.assert_close(grad, wanted)
+        (grad,), (want_grad,) = (torch.autograd.grad((p * weight).sum(), z) for p in (probs, want))
+        torch.testing.assert_close(grad, want_grad)
     shaped, flat = router.fused_topk_with_score_function(z.view(4, 10, 12), *kind)
     want, chosen = router.fused_topk_with_score_function(z, *kind)
     assert torch.equal(shaped.view(40, 12), want)
@@ -85,24 +88,24 @@ def test_probabilities(kind: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_scores_for_the_auxiliary_loss(function: str) -> None:
+def test_scores_for_the_auxiliary_loss_follow_the_definition(function: str) -> None:
     z = torch.randn(30, 7, dtype=torch.float64, requires_grad=True)
     routing_map, scores = router.fused_compute_score_for_moe_aux_loss(z, 2, function)
-    want = scored(z, function)
+    want = compute_scores(z, function)
     want = want / want.sum(-1, keepdim=True)
     torch.testing.assert_close(scores, want)
     assert torch.equal(
         routing_map, torch.zeros_like(routing_map).scatter_(1, want.topk(2).indices, True)
     )
     weight = torch.randn_like(want)
-    (grad,), (wanted,) = (torch.autograd.grad((p * weight).sum(), z) for p in (scores, want))
-    torch.testing.assert_close(grad, wanted)
-    low = z.detach().bfloat16()
-    _, scores = router.fused_compute_score_for_moe_aux_loss(low, 2, function)
+    (grad,), (want_grad,) = (torch.autograd.grad((p * weight).sum(), z) for p in (scores, want))
+    torch.testing.assert_close(grad, want_grad)
+    bfloat16_logits = z.detach().bfloat16()
+    _, scores = router.fused_compute_score_for_moe_aux_loss(bfloat16_logits, 2, function)
     assert scores.dtype == torch.float32
 
 
-def test_auxiliary_loss() -> None:
+def test_auxiliary_loss_follows_the_definition() -> None:
     scores = torch.rand(30, 7, dtype=torch.float64, requires_grad=True)
     counts = torch.randint(0, 9, (7,))
     arguments = (counts, 60, 7, 2, 0.1)
@@ -117,7 +120,7 @@ def test_auxiliary_loss() -> None:
     assert router.fused_moe_aux_loss(scores.bfloat16(), *arguments).dtype == torch.bfloat16
 
 
-def test_of_equal_scores_the_first_is_taken(device: torch.device) -> None:
+def test_first_of_equal_scores_is_chosen(device: torch.device) -> None:
     z = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0, -0.0]], device=device)
     for function in FUNCTIONS:
         _, routing_map = router.fused_topk_with_score_function(z, 2, score_function=function)
@@ -127,7 +130,7 @@ def test_of_equal_scores_the_first_is_taken(device: torch.device) -> None:
     assert router.fused_topk_with_score_function(z[:0], 2)[0].shape == (0, 6)
 
 
-def test_compiled(device: torch.device) -> None:
+def test_compiled_router_equals_eager_router(device: torch.device) -> None:
     logits, bias = torch.randn(9, 12, device=device), torch.randn(12, device=device)
 
     def routed(z: Tensor) -> Tensor:
@@ -144,7 +147,7 @@ def test_compiled(device: torch.device) -> None:
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-def test_groups_that_leave_too_few_experts_are_refused() -> None:
+def test_groups_that_leave_too_few_experts_raise() -> None:
     with pytest.raises(ValueError, match=r"^group_topk must "):
         router.fused_topk_with_score_function(torch.ones(4, 8), 5, False, 4, 2)
 
@@ -159,33 +162,49 @@ def test_groups_that_leave_too_few_experts_are_refused() -> None:
         ("sqrtsoftplus-groups", 1026, torch.bfloat16),
     ],
 )  # fmt: skip
-def test_kernels_are_as_good_as_torch(name: str, experts: int, dtype: torch.dtype) -> None:
+def test_kernels_are_as_accurate_as_torch(name: str, experts: int, dtype: torch.dtype) -> None:
     logits = (torch.randn(300, experts, device="cuda") * 3).to(dtype)
-    topk, before, groups, best, scaling, function = KINDS[name]
+    topk, use_pre_softmax, groups, group_topk, scaling, function = KINDS[name]
     for dense in (False, True):
-        how = (topk, function, before, groups or 1, best or 0, scaling or 1.0, dense)
-        probs, chosen = ops.route_op(logits, None, *how)
-        exact, wanted = reference.route(logits.double(), None, *how)
-        usual, _ = reference.route(logits.float(), None, *how)
-        same = (chosen == wanted).all(1)  # scores that float32 cannot tell apart, a few
-        assert same.sum() >= 297
+        options = (
+            topk,
+            function,
+            use_pre_softmax,
+            groups or 1,
+            group_topk or 0,
+            scaling or 1.0,
+            dense,
+        )
+        probs, chosen = ops.route_op(logits, None, *options)
+        exact_probs, exact_chosen = reference.route(logits.double(), None, *options)
+        float32_probs, _ = reference.route(logits.float(), None, *options)
+        is_same_choice = (chosen == exact_chosen).all(1)  # float32 cannot tell a few scores apart
+        assert is_same_choice.sum() >= 297
         assert bool((chosen.sum(1) == topk).all())
-        good, gradient = torch.randn(300, experts, device="cuda"), (how[0], *how[1:3], *how[5:])
-        arguments = (wanted, *gradient)
-        dlogits = ops.route_backward_op(good, logits, *arguments)
+        dprobs, gradient = (
+            torch.randn(300, experts, device="cuda"),
+            (options[0], *options[1:3], *options[5:]),
+        )
+        arguments = (exact_chosen, *gradient)
+        dlogits = ops.route_backward_op(dprobs, logits, *arguments)
         dexact, dusual = (
-            reference.route_backward(good, logits.to(t), *arguments)
+            reference.route_backward(dprobs, logits.to(t), *arguments)
             for t in (torch.float64, torch.float32)
         )
-        for got, right, other in ((probs, exact, usual), (dlogits, dexact, dusual)):
-            # The instruction for exp is right to two units; the products round as torch's do.
-            error = (other.double() - right)[same].abs().max() + right.abs().max() * 2.0**-21
-            error += right.abs().max() * torch.finfo(got.dtype).eps
-            assert (got.double() - right)[same].abs().max() <= 2 * error
+        for got, exact, float32_result in (
+            (probs, exact_probs, float32_probs),
+            (dlogits, dexact, dusual),
+        ):
+            # The exp instruction is accurate to two units; multiplications round as torch's do.
+            error = (float32_result.double() - exact)[
+                is_same_choice
+            ].abs().max() + exact.abs().max() * 2.0**-21
+            error += exact.abs().max() * torch.finfo(got.dtype).eps
+            assert (got.double() - exact)[is_same_choice].abs().max() <= 2 * error
 
 
 @pytest.mark.gpu
-def test_nothing_waits_and_graphs_capture(uncollected: None) -> None:
+def test_router_runs_without_waiting_and_in_a_cuda_graph(uncollected: None) -> None:
     logits = torch.randn(64, 12, device="cuda")
 
     def run() -> tuple[Tensor, Tensor]:

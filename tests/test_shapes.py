@@ -1,6 +1,6 @@
 """Modules, recipes and shapes drawn at random: 0, 1, odd, strided, any leading dimensions.
 
-``--cases N`` draws so many; the default is few, for CI.
+``--cases N`` draws N cases; the default is few, for CI.
 """
 
 import random
@@ -31,7 +31,7 @@ RECIPES = (
     recipes.MXFP8BlockScaling(),
 )
 MODULES = ("Linear", "converted", "LayerNorm", "RMSNorm", "LayerNormLinear", "LayerNormMLP")
-OTHERS = ("Conv1D",)
+LIBRARY_MODULES = ("Conv1D",)
 """Modules of libraries that take seconds to import."""
 
 
@@ -75,19 +75,21 @@ def _input(case: Case) -> Tensor:
 
 
 def _module(case: Case) -> nn.Module:
-    how: Any = {"device": "cpu", "params_dtype": case.dtype}
+    options: Any = {"device": "cpu", "params_dtype": case.dtype}
     norm = ("LayerNorm", "RMSNorm")[case.variant % 2]
     if case.module == "Linear":
-        return float8lab.Linear(case.K, case.N, case.bias, **how)
+        return float8lab.Linear(case.K, case.N, case.bias, **options)
     if case.module in ("LayerNorm", "RMSNorm"):
-        return getattr(float8lab, case.module)(case.K, **how)
+        return getattr(float8lab, case.module)(case.K, **options)
     if case.module == "LayerNormLinear":
-        return float8lab.LayerNormLinear(case.K, case.N, bias=case.bias, normalization=norm, **how)
+        return float8lab.LayerNormLinear(
+            case.K, case.N, bias=case.bias, normalization=norm, **options
+        )
     if case.module == "LayerNormMLP":
         return float8lab.LayerNormMLP(
             case.K, case.N, bias=case.bias, normalization=norm,
             activation=("gelu", "relu", "srelu", "swiglu", "geglu", "glu")[case.variant // 2],
-            checkpoint=case.variant == 3, fp8_activation_input=case.variant == 7, **how,
+            checkpoint=case.variant == 3, fp8_activation_input=case.variant == 7, **options,
         )  # fmt: skip
     if case.module == "Conv1D":
         module = pytest.importorskip("transformers.pytorch_utils").Conv1D(case.N, case.K)
@@ -98,8 +100,8 @@ def _module(case: Case) -> nn.Module:
     return model[0]
 
 
-def _by_parts(module: Any, x: Tensor) -> Tensor:
-    """A fused module's output from modules of its parts."""
+def _compose_from_parts(module: Any, x: Tensor) -> Tensor:
+    """Return a fused module's output from modules of its parts."""
     norm_class = getattr(float8lab, module.normalization)
     norm = norm_class(x.shape[-1], device="cpu", params_dtype=x.dtype)
     norm.weight = module.layer_norm_weight
@@ -121,12 +123,12 @@ def _largest(x: Tensor) -> float:
     return x.abs().max().item() if x.numel() else 0.0
 
 
-def _check_product(found: Tensor, exact: Tensor, a: Tensor, b: Tensor, K: int) -> None:
-    """Each of K products is off by the rounding of both operands: e5m2's, then bfloat16's."""
-    assert found.shape == exact.shape
-    share = (1 + 2**-3) ** 2 - 1 + 2**-7
-    bound = share * max(K, 1) * _largest(a) * _largest(b)
-    error = (found.double() - exact).abs()
+def _check_gemm(actual: Tensor, exact: Tensor, a: Tensor, b: Tensor, K: int) -> None:
+    """Each of K products has the rounding errors of both operands: e5m2's, then bfloat16's."""
+    assert actual.shape == exact.shape
+    relative_error = (1 + 2**-3) ** 2 - 1 + 2**-7
+    bound = relative_error * max(K, 1) * _largest(a) * _largest(b)
+    error = (actual.double() - exact).abs()
     assert not (error > bound).any(), f"{error.max()} > {bound}"
 
 
@@ -154,7 +156,7 @@ def _check(case: Case) -> None:
             torch.testing.assert_close(y, expected.to(y.dtype))
     elif case.module in ("LayerNormLinear", "LayerNormMLP"):
         with float8lab.autocast(enabled=recipe is not None, recipe=recipe):
-            assert torch.equal(y, _by_parts(module, x))
+            assert torch.equal(y, _compose_from_parts(module, x))
     else:
         _check_linear(module, x, y, dy)
 
@@ -167,18 +169,18 @@ def _check_linear(module: Any, x: Tensor, y: Tensor, dy: Tensor) -> None:
     M, (N, K) = torch.Size(x.shape[:-1]).numel(), w.shape
     x2, dy2 = x.detach().double().reshape(M, K), dy.double().reshape(M, N)
     bias = 0 if module.bias is None else module.bias.detach().double()
-    grown = _largest(module.bias.detach()) * 2**-7 if module.bias is not None else 0.0
-    found = y.detach().double().reshape(M, N)
-    error = (found - (x2 @ w.t() + bias)).abs().clamp(min=grown) - grown
-    _check_product(error, torch.zeros_like(error), x2, w, K)
-    _check_product(x.grad.reshape(M, K), dy2 @ w, dy2, w, N)
+    bias_rounding = _largest(module.bias.detach()) * 2**-7 if module.bias is not None else 0.0
+    actual = y.detach().double().reshape(M, N)
+    error = (actual - (x2 @ w.t() + bias)).abs().clamp(min=bias_rounding) - bias_rounding
+    _check_gemm(error, torch.zeros_like(error), x2, w, K)
+    _check_gemm(x.grad.reshape(M, K), dy2 @ w, dy2, w, N)
     dw = dy2.t() @ x2
-    _check_product(module.weight.grad, dw.t() if transposed else dw, dy2, x2, M)
+    _check_gemm(module.weight.grad, dw.t() if transposed else dw, dy2, x2, M)
     if module.bias is not None:
-        _check_product(module.bias.grad, dy2.sum(0), dy2, torch.ones(1), M)
+        _check_gemm(module.bias.grad, dy2.sum(0), dy2, torch.ones(1), M)
 
 
-# torch.nn.Linear says the first when it is made; the second is about cases of a norm alone.
+# torch.nn.Linear gives the first warning when it is made; the second is of cases with a norm only.
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning")
 @pytest.mark.filterwarnings("ignore:No FP8 module ran inside autocast:UserWarning")
 @pytest.mark.filterwarnings("ignore:.* is stored as .* and cast to:UserWarning")
@@ -186,7 +188,7 @@ def test_modules_take_any_shape(request: pytest.FixtureRequest) -> None:
     count = request.config.getoption("--cases")
     numbers = random.Random(0)
     for _ in range(count or 100):
-        case = _draw(numbers, MODULES if count is None else (*MODULES, *OTHERS))
+        case = _draw(numbers, MODULES if count is None else (*MODULES, *LIBRARY_MODULES))
         torch.manual_seed(0)
         try:
             _check(case)

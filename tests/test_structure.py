@@ -1,4 +1,4 @@
-"""The rules of the source tree that no linter knows: layers, imports, names, versions."""
+"""Rules of the source tree that no linter knows: layers, imports, names, versions."""
 
 import ast
 import collections
@@ -23,7 +23,7 @@ LAYERS = (
     "optim", "checkpoints", "inspect", "integrations", "commands", "__main__",
 )  # fmt: skip
 
-# Names at the top of a file whose value changes, see CONTRIBUTING.md. Lower it, never raise it.
+# Module-level names whose value changes, see CONTRIBUTING.md. Lower the number, never raise it.
 MOST_TABLES = 4
 MUTABLE = re.compile(r"Weak|^(dict|list|set)$|[dD]ict$|_State$|Table$|Counter|deque")
 
@@ -44,7 +44,7 @@ LOCAL_IMPORTS = {
     "float8lab/inspect/watch/watching.py": "pandas is optional, and loaded by its view",
 }
 
-# Files that call collectives; everything else calls functions of these. Tensor parallelism has two.
+# Files that call collectives; other files call their functions. Tensor parallelism has two.
 COLLECTIVES = {
     "distributed/broadcast.py", "distributed/comm.py", "distributed/ranks.py",
     "recipes/reduction.py", "tensor/collectives.py", "inspect/statistics.py",
@@ -124,32 +124,35 @@ def test_imports_only_from_layers_below():
 
 
 def _edges() -> dict[str, set[str]]:
-    """Which files of the package each file imports, anywhere in it: at its top, in a function.
+    """Return the files of the package that each file imports, at its top or in a function.
 
-    A name that a package's ``__init__`` has is looked for there, a file of its own in the file.
+    A name that is in a package's ``__init__`` counts as that file, a module as its own file.
     """
     files = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in MODULES}
     names = {name.removesuffix(".__init__"): path for name, path in files.items()}
     edges: dict[str, set[str]] = {}
     for name, path in names.items():
-        found = (wanted for _, wanted in _imports(path))
-        heads = (wanted if wanted in names else wanted.rpartition(".")[0] for wanted in found)
+        imported_names = (imported for _, imported in _imports(path))
+        heads = (
+            imported if imported in names else imported.rpartition(".")[0]
+            for imported in imported_names
+        )
         edges[name] = {head for head in heads if head in names and head != name}
     return edges
 
 
 def test_no_import_circle():
     edges = _edges()
-    while True:  # take away what imports nothing that is left; a circle is never taken
-        leaves = {name for name, wanted in edges.items() if not wanted & edges.keys()}
+    while True:  # remove files that import no remaining file; a circle always remains
+        leaves = {name for name, imported in edges.items() if not imported & edges.keys()}
         if not leaves:
             break
-        edges = {name: wanted for name, wanted in edges.items() if name not in leaves}
+        edges = {name: imported for name, imported in edges.items() if name not in leaves}
     assert edges == {}, "files that import each other, or what does"
 
 
 def test_one_function_calls_the_cast_op():
-    """``quantize`` alone, outside of the ops and of what checks them."""
+    """Only ``quantize`` calls it, outside of the ops and the code that checks them."""
     files = [
         path.relative_to(PACKAGE).as_posix()
         for path in MODULES
@@ -208,7 +211,7 @@ def test_no_environment_variable_is_read():
     assert wrong == [], "behaviour is an argument"
 
 
-def test_no_utils():
+def test_no_file_is_named_utils():
     wrong = [_place(path) for path in MODULES if path.stem in ("util", "utils")]
     assert wrong == [], "name the file after what it holds"
 
@@ -236,7 +239,7 @@ def test_public_modules_define_all():
     assert wrong == []
 
 
-def test_what_other_modules_import_is_in_all():
+def test_names_that_other_modules_import_are_in_all():
     listed = {
         path: ast.literal_eval(node.value)
         for path in MODULES
@@ -246,37 +249,39 @@ def test_what_other_modules_import_is_in_all():
     missing = set()
     for path in MODULES:
         for _, name in _imports(path):
-            module, _, what = name.rpartition(".")
+            module, _, imported_name = name.rpartition(".")
             source = ROOT.joinpath(*module.split(".")).with_suffix(".py")
-            if not what.startswith("_") and what not in listed.get(source, [what]):
+            if not imported_name.startswith("_") and imported_name not in listed.get(
+                source, [imported_name]
+            ):
                 missing.add(name)
     assert missing == set()
 
 
 def _mutable_names(path: Path) -> Iterator[str]:
-    """The names at the top of a file whose value is a table that something will be entered in."""
+    """Yield the names at the top of a file whose value is a table that gets entries later."""
     for node in _parse(path).body:
         if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
             continue
-        value, made = node.value, ""
+        value, constructor = node.value, ""
         if isinstance(value, ast.Call):
-            made = getattr(value.func, "id", getattr(value.func, "attr", ""))
+            constructor = getattr(value.func, "id", getattr(value.func, "attr", ""))
         empty = isinstance(value, (ast.Dict, ast.List, ast.Set)) and not ast.unparse(value)[1:-1]
-        if empty or MUTABLE.search(made):
+        if empty or MUTABLE.search(constructor):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
 def test_tables_of_modules_are_few_and_named_in_contributing():
-    found = {
+    tables = {
         f"{path.relative_to(PACKAGE)}:{name}"
         for path in MODULES
         for name in _mutable_names(path)
         if name != "__all__"
     }
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    assert {name for name in found if f"`{name}`" not in text} == set()
-    assert len(found) <= MOST_TABLES
+    assert {name for name in tables if f"`{name}`" not in text} == set()
+    assert len(tables) <= MOST_TABLES
 
 
 def test_text_files_are_ascii():
@@ -299,7 +304,7 @@ def test_pre_commit_pins_the_versions_of_pyproject():
     assert _versions((ROOT / ".pre-commit-config.yaml").read_text()) == pyproject
 
 
-def test_one_version_everywhere():
+def test_version_is_the_same_in_all_files():
     files = {
         "pyproject.toml": r'^version = "(.*)"$',
         "CITATION.cff": r"^version: (.*)$",
@@ -311,7 +316,7 @@ def test_one_version_everywhere():
     assert len(versions) == 1
 
 
-# The house in figures: how much a function decides, what has no name or no type, and the words.
+# The package in numbers: decisions of functions, unnamed and untyped values, and its words.
 
 APPLICATIONS = {"inspect", "integrations", "commands", "checkpoints", "__main__.py", "__init__.py"}
 CORE = [path for path in MODULES if path.relative_to(PACKAGE).parts[0] not in APPLICATIONS]
@@ -321,7 +326,7 @@ PRONOUN = re.compile(
     r"|both|same|each|every|two|three|again|once|turns?|turned|ways?|what|where|which|this|that"
     r"|these|those|it|them|ones|such|none|nobody|somebody|further|beside|apart|anew"
 )
-"""Names that say nothing of what they hold."""
+"""Names that do not say what they hold."""
 WORDS = {
     "product (GEMM)": r"\bproducts?\b",
     "copy engine (TMA)": r"copy[ _]engine",
@@ -339,9 +344,9 @@ WORDS = {
     "ends (offsets)": r"\bends\b",
     "again (recompute, requantize, repeat)": r"\bagain\b",
 }
-"""Words that have another in the field, which is in brackets, and how they are found."""
+"""Words for which the field has another word, in brackets, and their patterns."""
 
-# What the package holds today; a limit only falls: lower it with what it counts.
+# What the package has today. A limit only falls: lower it when its count falls.
 LIMITS = {
     "functions of more than 20 decisions": 0,
     "functions of more than 12 decisions": 25,
@@ -372,7 +377,7 @@ def _functions() -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 def _decisions(function: ast.AST) -> int:
-    """How many cases a function knows, without those that are defined in it."""
+    """Count the decisions of a function, without those of functions that are defined in it."""
     count, todo = 0, [*ast.iter_child_nodes(function)]
     while todo:
         node = todo.pop()
@@ -407,28 +412,28 @@ def _bound_names(path: Path) -> Iterator[str]:
 
 def _declared_ops() -> set[str]:
     """The ops: functions that ``declare`` decorates, and first arguments of its calls."""
-    found = set()
+    names = set()
     for path in MODULES:
         if _layer(path) != "ops":
             continue
         for node in _nodes(path):
             if isinstance(node, ast.FunctionDef):
                 decorators = map(ast.unparse, node.decorator_list)
-                found |= {node.name for decorator in decorators if "declare" in decorator}
+                names |= {node.name for decorator in decorators if "declare" in decorator}
             elif isinstance(node, ast.Call) and re.fullmatch(
                 r"(\w+\.)*declare", ast.unparse(node.func)
             ):
-                found |= {ast.unparse(argument) for argument in node.args[:1]}
-    return found
+                names |= {ast.unparse(argument) for argument in node.args[:1]}
+    return names
 
 
 def _fields_of_shared_state() -> list[str]:
-    """The fields of what belongs to a thread or to the process."""
-    found = []
+    """The fields of state that belongs to a thread or to the process."""
+    fields = []
     for node in _parse(PACKAGE / "recipes" / "region.py").body:
         if not isinstance(node, ast.ClassDef) or not re.search("State|Process", node.name):
             continue
-        found += [ast.unparse(x.target) for x in node.body if isinstance(x, ast.AnnAssign)]
+        fields += [ast.unparse(x.target) for x in node.body if isinstance(x, ast.AnnAssign)]
         for method in node.body:
             if isinstance(method, ast.FunctionDef) and method.name == "__init__":
                 targets = [
@@ -437,13 +442,13 @@ def _fields_of_shared_state() -> list[str]:
                     if isinstance(x, (ast.Assign, ast.AnnAssign))
                     for target in (x.targets if isinstance(x, ast.Assign) else [x.target])
                 ]
-                found += [x for x in map(ast.unparse, targets) if x.startswith("self.")]
-    return found
+                fields += [x for x in map(ast.unparse, targets) if x.startswith("self.")]
+    return fields
 
 
 @functools.cache
 def _figures() -> dict[str, list[str]]:
-    """Where the places of each of ``LIMITS`` are."""
+    """Return the places that each of ``LIMITS`` counts."""
     plain = [(path, f) for path, f in _functions() if KERNELS not in path.parents]
     decisions = [(_decisions(f), _place(path, f.lineno)) for path, f in plain]
     core = [
@@ -487,12 +492,12 @@ def _figures() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("figure", LIMITS)
-def test_figures_fall(figure: str):
+def test_counts_are_within_their_limits(figure: str):
     places = _figures()[figure]
     assert len(places) <= LIMITS[figure], places[:100]
 
 
-def test_no_function_decides_more_than_the_largest():
+def test_no_function_has_more_decisions_than_the_limit():
     most, place = max(
         (_decisions(f), _place(path, f.lineno))
         for path, f in _functions()
@@ -501,13 +506,13 @@ def test_no_function_decides_more_than_the_largest():
     assert most <= MOST_DECISIONS, place
 
 
-def test_lines_are_no_more_than_they_were():
+def test_number_of_lines_is_within_its_limits():
     lines = {path: path.read_text().count("\n") for path in MODULES}
     assert sum(lines.values()) <= MOST_LINES
     assert sum(lines[path] for path in CORE) <= MOST_LINES_OF_THE_CORE
 
 
-def test_names_say_what_they_hold():
+def test_few_names_are_pronouns():
     names = [name for path in MODULES for name in _bound_names(path)]
     pronouns = collections.Counter(name for name in names if PRONOUN.fullmatch(name))
     share = 1000 * pronouns.total() / len(names)
@@ -515,14 +520,14 @@ def test_names_say_what_they_hold():
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_words_are_those_of_the_field(word: str):
-    found = [
+def test_words_outside_the_vocabulary_are_rare(word: str):
+    places = [
         _place(path, text.count("\n", 0, match.start()) + 1)
         for path in MODULES
         for text in [path.read_text()]
         for match in re.finditer(WORDS[word], text, re.I)
     ]
-    assert len(found) <= MOST_WORDS.get(word, 0), found[:100]
+    assert len(places) <= MOST_WORDS.get(word, 0), places[:100]
 
 
 @pytest.mark.parametrize("blocked", [(), OPTIONAL], ids=["installed", "missing"])
@@ -541,13 +546,13 @@ assert not [name for name in sys.modules if name.startswith("float8lab.inspect.s
 new = {{name.split(".")[0] for name in set(sys.modules) - before}}
 print(*sorted(new & set({OPTIONAL!r}) - set({blocked!r})))
 """
-    # With bytecode, as an installed package has it; the first run writes what is missing. In CPU
-    # time, and 300 ms where torch takes 1.5 s: machines differ, and so does one under load.
+    # With bytecode, as in an installed package; the first run writes what is missing. The limit is
+    # in CPU time, and is 300 ms where torch takes 1.5 s, since machines and their load differ.
     for _ in range(4):
         seconds, loaded = _run_python(code, PYTHONDONTWRITEBYTECODE="").split("\n", 1)
         assert not loaded.strip()
-        ours, torch_seconds = map(float, seconds.split())
+        float8lab_seconds, torch_seconds = map(float, seconds.split())
         limit = max(0.3, 0.2 * torch_seconds)
-        if ours < limit:
+        if float8lab_seconds < limit:
             break
-    assert ours < limit
+    assert float8lab_seconds < limit

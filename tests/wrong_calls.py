@@ -1,8 +1,8 @@
 """Wrong calls of public functions: one valid call of each, and one argument replaced at a time.
 
-A value is wrong for a parameter if the parameter's annotation does not have its type, or if the
-table of calls lists it. Any other value must either work, in the call and in the use of its result,
-or be refused.
+A value is wrong for a parameter if the parameter's annotation excludes its type, or if the table of
+calls lists it. Any other value must either work, in the call and in the use of its result, or raise
+an error.
 """
 
 import collections.abc
@@ -30,7 +30,7 @@ from tests.public_calls import CALLS, Call
 
 
 class Opaque:
-    """A value of a type that nothing knows."""
+    """A value of an unknown type."""
 
     def __repr__(self) -> str:
         return "Opaque()"
@@ -47,8 +47,8 @@ WRONG: tuple[Any, ...] = (
 def admits(kind: Any, value: Any) -> bool:
     """Whether a parameter with annotation ``kind`` may take ``value``, as far as ``kind`` tells.
 
-    Numbers of numpy and tensors of one element are numbers, 0 and 1 are bools, and a list is as
-    good as a tuple.
+    Numbers of numpy and tensors of one element count as numbers, 0 and 1 as bools, and a list as a
+    tuple.
 
     >>> admits(int | None, 1.5), admits(float, 1), admits(tuple[int, int], [1, 2]), admits(Any, "x")
     (False, True, True, True)
@@ -57,7 +57,7 @@ def admits(kind: Any, value: Any) -> bool:
         return True
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return any(admits(part, value) for part in arguments)
+        return any(admits(member, value) for member in arguments)
     if origin is typing.Literal:
         return value in arguments
     if kind in (None, type(None)):
@@ -104,12 +104,12 @@ _SCALARS: dict[Any, Callable[[Any], bool]] = {
 
 
 class Case(NamedTuple):
-    """A call with one argument replaced, which ``must`` be refused or may work."""
+    """A call with one argument replaced, which must raise if ``must_raise``, or else may work."""
 
     call: str
     argument: str
     value: Any
-    must: bool
+    must_raise: bool
 
     def __str__(self) -> str:
         value = self.value
@@ -119,35 +119,37 @@ class Case(NamedTuple):
 
 
 def cases(count: int) -> list[Case]:
-    """That many cases, or all there are; the same ones for the same count."""
-    found = []
+    """Return that many cases, or all that exist; the same count gives the same cases."""
+    all_cases = []
     for name, call in CALLS.items():
         kinds = _annotations(call)
         for parameter in parameters(call):
             kind = kinds.get(parameter, Any)
-            found += [Case(name, parameter, value, not admits(kind, value)) for value in WRONG]
-            found += [Case(name, parameter, value, True) for value in call.wrong.get(parameter, ())]
-    return found if count >= len(found) else random.Random(0).sample(found, count)
+            all_cases += [Case(name, parameter, value, not admits(kind, value)) for value in WRONG]
+            all_cases += [
+                Case(name, parameter, value, True) for value in call.wrong.get(parameter, ())
+            ]
+    return all_cases if count >= len(all_cases) else random.Random(0).sample(all_cases, count)
 
 
 def parameters(call: Call) -> list[str]:
-    """The names of the parameters that a call is tried with wrong values of."""
-    named = list(inspect.signature(call.function).parameters.values())
+    """Return the names of the parameters that get wrong values."""
+    all_parameters = list(inspect.signature(call.function).parameters.values())
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    bound = named[1:] if call.owner is not None else named
+    bound = all_parameters[1:] if call.owner is not None else all_parameters
     return [p.name for p in bound if p.kind not in kinds and p.name not in call.skip]
 
 
 def _annotations(call: Call) -> dict[str, Any]:
     function = inspect.unwrap(call.function)
     if isinstance(function, type):
-        own = "__new__" if "__new__" in vars(function) else "__init__"
-        function = getattr(function, own)
+        constructor = "__new__" if "__new__" in vars(function) else "__init__"
+        function = getattr(function, constructor)
     return typing.get_type_hints(function)
 
 
 def _state_of(owner: Any) -> Any:
-    """What a refused call must leave as it is: the tensors and the plain values of an object."""
+    """The tensors and plain values of an object, which a call that raises must leave unchanged."""
     if isinstance(owner, Float8Tensor):
         return [owner.qdata.view(torch.uint8).clone(), owner.scale.clone(), owner.amax.clone()]
     if isinstance(owner, nn.Module):
@@ -163,21 +165,22 @@ def _state_of(owner: Any) -> Any:
     return None
 
 
-def _same(a: Any, b: Any) -> bool:
+def _are_equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(_are_equal(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(_are_equal, a, b))
     return bool(a == b)
 
 
 def complaint(case: Case, folder: Path) -> str | None:
-    """What is wrong with how a case ended: None if the call and its use work, or are refused well.
+    """Return what is wrong with the outcome of a case, or None if it is right.
 
-    A good refusal is a TypeError, ValueError or NotImplementedError that begins with the argument's
-    name or speaks of it, says what it must be, and leaves the state of a method's object as it was.
+    It is right if the call and its use work, or if the call raises a good error. A good error is a
+    TypeError, ValueError or NotImplementedError that begins with the argument's name or mentions
+    it, says what it must be, and leaves the state of a method's object unchanged.
     """
     call = CALLS[case.call]
     torch.manual_seed(0)
@@ -187,24 +190,24 @@ def complaint(case: Case, folder: Path) -> str | None:
     if owner is not None:
         function = functools.partial(function, owner)
     before = _state_of(owner)
-    used = False
+    has_returned = False
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             result = function(**arguments)
-            used = True
-            if case.must:
+            has_returned = True
+            if case.must_raise:
                 return f"{case}: accepted"
             call.use(result)
-    except Exception as error:  # whatever it is, it is the subject
+    except Exception as error:  # every error is judged here
         text = str(error)
         if call.refusal in text or isinstance(error, (OSError, CheckpointError)):
-            return None  # a file that is not there, or is none
-        when = "in use: " if used else ""
-        named = re.search(rf"\b{case.argument}\b", text) and " must " in text
-        good = isinstance(error, (TypeError, ValueError, NotImplementedError))
-        if not (good and named and not used):
-            return f"{case}: {when}{type(error).__name__}: {text.splitlines()[0] if text else ''}"
-        if not _same(before, _state_of(owner)):
+            return None  # a file that does not exist, or is of another kind
+        phase = "in use: " if has_returned else ""
+        names_argument = re.search(rf"\b{case.argument}\b", text) and " must " in text
+        has_good_type = isinstance(error, (TypeError, ValueError, NotImplementedError))
+        if not (has_good_type and names_argument and not has_returned):
+            return f"{case}: {phase}{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+        if not _are_equal(before, _state_of(owner)):
             return f"{case}: refused after it had changed the object"
     return None

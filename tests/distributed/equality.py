@@ -1,8 +1,8 @@
-"""How equal a step on several ranks is to one on one rank: what a table of docs/many_gpus.md says.
+"""Compare a step on several ranks with a step on one rank: a table of docs/many_gpus.md.
 
-A *row* of the table is a parallelism, a *column* a recipe. A cell has a sign for the output, the
-gradient of the input and those of the parameters. Each row is asserted by a check of the tests
-beside this file; a test of the page asserts that no row is left out.
+A *row* of the table is a parallelism, a *column* a recipe. A cell has one sign for the output, one
+for the gradient of the input and one for the gradients of the parameters. Each row is asserted by a
+check of the tests beside this file. A test of the page asserts that no row is left out.
 """
 
 import re
@@ -34,7 +34,7 @@ BITWISE, SUMS, DIFFERS = "=", "~", "x"
 
 
 class Step(NamedTuple):
-    """A rank's results of a step."""
+    """A rank's results of one step."""
 
     y: Tensor
     dx: Tensor
@@ -42,19 +42,19 @@ class Step(NamedTuple):
 
 
 def page_rows() -> dict[str, list[str]]:
-    """The cells of each row of the page's table."""
+    """Return the cells of each row of the page's table."""
     table = PAGE.read_text().split("<!-- equal over ranks -->")[1].split("\n\n")[0]
     rows = re.findall(r"^\| ([^|]+?) \|(.*)\|$", table, re.M)[2:]
     return {name: [cell.strip(" `") for cell in cells.split("|")] for name, cells in rows}
 
 
 def local_rows(x: Tensor, ranks: Ranks) -> Tensor:
-    """This rank's part of the first dimension."""
+    """Return this rank's shard of the first dimension."""
     return x.chunk(ranks.world)[ranks.rank]
 
 
 def summed(x: Tensor) -> Tensor:
-    """The sum over all ranks."""
+    """Return the sum over all ranks."""
     x = x.full_tensor() if isinstance(x, DTensor) else x.clone()
     dist.all_reduce(x)
     return x
@@ -64,9 +64,10 @@ def take_step(
     module: nn.Module, recipe: recipes.Recipe, x: Tensor, dy: Tensor, *, group: Any = None,
     call: Callable[..., Tensor] | None = None,
 ) -> Step:  # fmt: skip
-    """The results of a step; under delayed scaling of the third, by the scales of the second.
+    """Return the results of one step, or of the third step under delayed scaling.
 
-    A module that is new beside others takes part in the reduction of amaxes from the second on.
+    The third step has the scales of the second. A module that is newer than others takes part in
+    the reduction of amaxes from the second step on.
     """
     result = None
     for step in range(3 if recipe.linear.delayed else 1):
@@ -85,12 +86,13 @@ def take_step(
 def assert_row(
     ranks: Ranks, name: str, measure: Callable[[recipes.Recipe], tuple[Step, Step]]
 ) -> None:
-    """Assert that a row of the page has the signs of what is measured.
+    """Assert that the measured signs are those of a row of the page.
 
-    ``measure`` gives a rank's results with a recipe, and those of one rank that belong there.
-    Only on the CPU, whose GEMMs sum in one order for any number of rows: a GPU may take another
-    kernel for fewer tokens. That operands have one rank's bytes there, other checks say. Sums of
-    two ranks have only one order, and may agree where those of four do not.
+    For a recipe, ``measure`` returns a rank's results and the part of one rank's results that must
+    equal them. This runs only on the CPU, whose GEMMs sum in one order for any number of rows: a
+    GPU may take another kernel for fewer tokens. Other checks assert that operands on GPUs have the
+    bytes of one rank. A sum over two ranks has only one order, so it may be equal where a sum over
+    four ranks is not.
     """
     if ranks.device.type != "cpu":
         return
@@ -103,28 +105,28 @@ def assert_row(
             [*zip(got[2], expected[2], strict=True)],
         )
         cells.append(" ".join(_sign(ranks, pair) for pair in pairs if pair))
-    said = page_rows().get(name, [])
+    documented = page_rows().get(name, [])
     if ranks.world < 4:
-        cells = [_as_said(*pair) for pair in zip(cells, said, strict=True)]
-    assert cells == said, f"| {name} | " + " | ".join(f"`{c}`" for c in cells)
+        cells = [_replace_chance_equality(*pair) for pair in zip(cells, documented, strict=True)]
+    assert cells == documented, f"| {name} | " + " | ".join(f"`{c}`" for c in cells)
 
 
-def _as_said(cell: str, said: str) -> str:
-    """A cell with the sign of sums where these are bitwise equal by chance."""
-    pairs = zip(cell.split(), said.split(), strict=True)
-    return " ".join(SUMS if (got, s) == (BITWISE, SUMS) else got for got, s in pairs)
+def _replace_chance_equality(cell: str, documented: str) -> str:
+    """Return the cell with the sign of sums where sums are bitwise equal by chance."""
+    pairs = zip(cell.split(), documented.split(), strict=True)
+    return " ".join(SUMS if (got, expected) == (BITWISE, SUMS) else got for got, expected in pairs)
 
 
 def _sign(ranks: Ranks, pairs: Iterable[tuple[Tensor, Tensor]]) -> str:
-    """How equal tensors are, on the rank where they are least."""
-    signs = set(ranks.gather(max(_of_pair(ranks, *pair) for pair in pairs)))
+    """Return how equal tensors are on the rank where they differ most."""
+    signs = set(ranks.gather(max(_difference_level(ranks, *pair) for pair in pairs)))
     return (BITWISE, SUMS, DIFFERS)[max(signs)]
 
 
-def _of_pair(ranks: Ranks, got: Tensor, expected: Tensor) -> int:
+def _difference_level(ranks: Ranks, got: Tensor, expected: Tensor) -> int:
     assert got.shape == expected.shape, (got.shape, expected.shape)
     if torch.equal(got, expected):
         return 0
-    # Each of R partial sums, and each sum of two of them, is rounded.
+    # Each of R partial sums is rounded, and so is each sum of two of them.
     bound = 4 * ranks.world * torch.finfo(got.dtype).eps * expected.abs().max()
     return 1 if (got - expected).abs().max() <= bound else 2

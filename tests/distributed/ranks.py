@@ -34,18 +34,18 @@ PRELOAD = [
     "tests.distributed.ranks", "torch.distributed.checkpoint", "torch.distributed.fsdp",
     "torch._dynamo", "torch._inductor.compile_fx",
 ]  # fmt: skip
-"""What the process that is forked imports, once for all ranks: some 7 s of CPU time."""
+"""Modules that the fork server imports once for all ranks, which takes some 7 s of CPU time."""
 
 RECIPES: list[recipes.Recipe] = [
     recipes.Float8CurrentScaling(), recipes.Float8RowwiseScaling(), recipes.Float8BlockScaling(),
     recipes.MXFP8BlockScaling(),
 ]  # fmt: skip
-"""One for each granularity of a stored weight."""
+"""One recipe for each granularity of a stored weight."""
 
 
 @dataclass
 class Ranks:
-    """This process among those of a job."""
+    """One process, or rank, of a distributed job."""
 
     rank: int
     world: int
@@ -57,19 +57,19 @@ class Ranks:
         return init_device_mesh(self.device.type, shape or (self.world,), mesh_dim_names=names)
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of each rank."""
+        """Return the values of all ranks."""
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value)
         return values
 
     def assert_same(self, value: Tensor) -> None:
-        """Assert that all ranks have the same bytes."""
+        """Assert that a tensor has the same bytes on all ranks."""
         values = self.gather(value.detach().cpu())
         assert all(torch.equal(other, values[0]) for other in values), values
 
 
 class Collectives(TorchDispatchMode):
-    """Records the collectives that run inside: (name, dtype, elements of this rank's input)."""
+    """Record the collectives that run inside: (name, dtype, elements of this rank's input)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ class Collectives(TorchDispatchMode):
     ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
             name = func.name().split("::")[1].strip("_")
-            # all_gather and reduce_scatter take (output, input, ...), the others and functional
-            # ones their input.
+            # all_gather and reduce_scatter take (output, input, ...). Other collectives, and the
+            # functional ones, take the input first.
             value = args[1] if len(args) > 1 and isinstance(args[1], Tensor) else args[0]
             while not isinstance(value, Tensor):
                 value = value[0]
@@ -89,50 +89,53 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def of(self, name: str) -> list[tuple[torch.dtype, int]]:
-        """dtype and size of the collectives whose name contains ``name``."""
-        return [(dtype, size) for seen, dtype, size in self.seen if name in seen]
+        """Return dtype and size of the collectives whose name contains ``name``."""
+        return [(dtype, size) for called, dtype, size in self.seen if name in called]
 
 
-_SLOW: set[Any] = set()
-_ON_A_CPU: dict[Any, int] = {}
+_SLOW_CHECKS: set[Any] = set()
+_CPU_WORLDS: dict[Any, int] = {}
 
 
 def slow_check(check: Any) -> Any:
-    """Mark a check ``slow``: a quick one proves the same on a smaller scale."""
-    _SLOW.add(check)
+    """Mark a check ``slow`` because a quick check proves the same on a smaller scale."""
+    _SLOW_CHECKS.add(check)
     return check
 
 
 def on_ranks(number: int) -> Callable[[Any], Any]:
-    """Let a CPU run a check on so many ranks, whatever ``each_check`` says."""
+    """Set on how many ranks a CPU runs a check, in place of the number of ``each_check``."""
 
     def mark(check: Any) -> Any:
-        _ON_A_CPU[check] = number
+        _CPU_WORLDS[check] = number
         return check
 
     return mark
 
 
 def each_check(module: str, *worlds: int, cpu: int = 0) -> Callable[..., None]:
-    """A test that runs each check of a test file.
+    """Make a test that runs each check of a test file.
 
     Args:
         module: ``__name__`` of the file.
-        worlds: numbers of processes to run all checks on, a GPU each.
-        cpu: the number on a CPU, where several processes share a core: 2 without it, if that is
-            among ``worlds``. There 1 process, if it is among them, is quick too; more are ``slow``,
-            and fewer are left out, since no check does more with fewer.
+        worlds: the numbers of processes on which all checks run. On GPUs, each process has one.
+        cpu: the number of processes of the quick tests on a CPU, where several processes share a
+            core. The default is the smallest of ``worlds`` above 1. Tests on 1 process are quick,
+            too. Tests on more processes are ``slow``. Smaller numbers above 1 are left out, since
+            no check does more with fewer processes.
     """
-    usual = cpu or min(world for world in worlds if world > 1)
+    default_cpu_world = cpu or min(world for world in worlds if world > 1)
     cases = []
     for device, world in itertools.product(("cpu", "cuda"), sorted(worlds)):
         for name, check in vars(sys.modules[module]).items():
             if not name.startswith("check_"):
                 continue
-            quick = _ON_A_CPU.get(check, usual)
+            cpu_world = _CPU_WORLDS.get(check, default_cpu_world)
             marks = [pytest.mark.multi_gpu] * (device == "cuda")
-            marks += [pytest.mark.slow] * (check in _SLOW or (device == "cpu" and world > quick))
-            if device == "cuda" or world == 1 or world >= quick:
+            marks += [pytest.mark.slow] * (
+                check in _SLOW_CHECKS or (device == "cpu" and world > cpu_world)
+            )
+            if device == "cuda" or world == 1 or world >= cpu_world:
                 label = f"{device}-{world}-{name}"
                 cases.append(pytest.param((device, world), name, id=label, marks=marks))
 
@@ -143,8 +146,8 @@ def each_check(module: str, *worlds: int, cpu: int = 0) -> Callable[..., None]:
     return test
 
 
-def forks() -> BaseContext:
-    """Processes that are forks of one that has imported what is slow, and nothing of CUDA."""
+def fork_server_context() -> BaseContext:
+    """Return a context whose processes are forks of one with slow imports and without CUDA."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
@@ -157,7 +160,7 @@ def _set_up(rank: int, world: int, device_type: str, store: str) -> torch.device
     warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
     warnings.filterwarnings("ignore", message="Deterministic behavior was enabled with either")
     warnings.filterwarnings("ignore", message=".*defaults to a non-deterministic algorithm")
-    # These as in pyproject.toml.
+    # The same filters as in pyproject.toml.
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current")
     warnings.filterwarnings("ignore", message="`torch.jit.* is deprecated")
     warnings.filterwarnings("ignore", message="<class 'torch.autograd.function.Function'> should")
@@ -173,10 +176,10 @@ def _set_up(rank: int, world: int, device_type: str, store: str) -> torch.device
 
 
 def _serve(rank: int, world: int, device_type: str, store: str, connection: Connection) -> None:
-    """Run the checks whose names are received, until there are no more or one fails."""
+    """Run the checks whose names arrive, until no more arrive or a check fails."""
     try:
         device = _set_up(rank, world, device_type, store)
-        while job := _received(connection):
+        while job := _receive_job(connection):
             module, name, folder = job
             torch.manual_seed(0)
             check = getattr(importlib.import_module(module), name)
@@ -186,11 +189,11 @@ def _serve(rank: int, world: int, device_type: str, store: str, connection: Conn
         dist.destroy_process_group()
     except BaseException:
         connection.send(traceback.format_exc())
-        _received(connection)  # a rank that ended would make errors of the others' collectives
+        _receive_job(connection)  # if this rank ended, the collectives of other ranks would fail
 
 
-def _received(connection: Connection) -> tuple[str, str, Path] | None:
-    """The next job, or None if the session has ended."""
+def _receive_job(connection: Connection) -> tuple[str, str, Path] | None:
+    """Return the next job, or None if the session has ended."""
     try:
         return connection.recv()
     except EOFError:
@@ -200,9 +203,9 @@ def _received(connection: Connection) -> tuple[str, str, Path] | None:
 class RankPool:
     """The ranks of a session, which run one check after another.
 
-    Ranks serve one test file: another file gets new ones, so that nothing that a check leaves in
-    its processes reaches the checks of other files. New ones also come after a failure, since a
-    group of which a rank has died, hangs or waits elsewhere is of no use.
+    The ranks serve one test file. Another file gets new ranks, so that nothing that a check leaves
+    in its processes reaches the checks of other files. New ranks also start after a failure, since
+    a group is of no use when one of its ranks has died, hangs or waits elsewhere.
 
     Args:
         patience: seconds after which a check that has not ended has failed.
@@ -214,7 +217,7 @@ class RankPool:
         self._ranks: dict[Connection, Any] = {}
 
     def run(self, device_type: str, world: int, module: str, name: str, folder: Path) -> str:
-        """Outcome of a check: "passed", or what is known of each rank on which it failed."""
+        """Return the outcome of a check: "passed", or a report of each rank on which it failed."""
         if self._serves != (device_type, world, module):
             self.close()
             self._start(device_type, world, str(folder.with_name(f"{folder.name}-store")))
@@ -226,27 +229,29 @@ class RankPool:
         return "\n".join(failures) or "passed"
 
     def close(self) -> None:
-        """Let the ranks end."""
+        """Let the ranks end, and wait for them."""
         self._send(None)
         self._end(patience=10)
 
     def _send(self, job: tuple[str, str, Path] | None) -> None:
         for connection in self._ranks:
-            with contextlib.suppress(OSError):  # that rank has ended, which _failures finds
+            with contextlib.suppress(OSError):  # the rank has ended; _failures reports it
                 connection.send(job)
 
     def _start(self, device_type: str, world: int, store: str) -> None:
-        context = multiprocessing.get_context("spawn") if device_type == "cuda" else forks()
+        context = (
+            multiprocessing.get_context("spawn") if device_type == "cuda" else fork_server_context()
+        )
         for rank in range(world):
-            ours, theirs = context.Pipe()
-            arguments = (rank, world, device_type, store, theirs)
+            parent_end, child_end = context.Pipe()
+            arguments = (rank, world, device_type, store, child_end)
             process = context.Process(target=_serve, args=arguments)
             process.start()
-            theirs.close()  # so that a rank that dies ends the connection
-            self._ranks[ours] = process
+            child_end.close()  # so that a rank that dies ends the connection
+            self._ranks[parent_end] = process
 
     def _failures(self) -> list[str]:
-        """What the ranks report that is no success; soon after the first failure, no more."""
+        """Return the reports of failures; 1 s after the first failure, wait for no more reports."""
         failures, waiting = [], {connection: i for i, connection in enumerate(self._ranks)}
         deadline = time.monotonic() + self.patience
         while waiting and (ready := wait([*waiting], max(0.0, deadline - time.monotonic()))):

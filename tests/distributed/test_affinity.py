@@ -16,8 +16,8 @@ linux = pytest.mark.skipif(
 
 
 @pytest.fixture
-def other(monkeypatch):
-    """A thread in the place of autograd's for a GPU; its number."""
+def backward_thread(monkeypatch):
+    """Replace autograd's thread for a GPU by a thread of the test; return its id."""
     done = threading.Event()
     thread = threading.Thread(target=done.wait)
     thread.start()
@@ -29,97 +29,98 @@ def other(monkeypatch):
     thread.join()
 
 
-def masks(other):
-    return os.sched_getaffinity(0), os.sched_getaffinity(other)
+def core_sets(backward_thread):
+    """The cores of the calling thread and of the backward thread."""
+    return os.sched_getaffinity(0), os.sched_getaffinity(backward_thread)
 
 
-def everybody():
-    """The cores of the process's other threads, too."""
-    found = {}
+def cores_of_threads():
+    """The cores of every thread of the process, by thread id."""
+    cores = {}
     for thread in os.listdir("/proc/self/task"):
-        found[int(thread)] = os.sched_getaffinity(int(thread))
-    return found
+        cores[int(thread)] = os.sched_getaffinity(int(thread))
+    return cores
 
 
 @linux
-def test_both_threads_are_bound_and_released(other):
-    before = everybody()
+def test_caller_and_backward_thread_are_bound_to_one_core_and_released(backward_thread):
+    before = cores_of_threads()
     with float8lab.backward_on_this_core():
-        here, there = masks(other)
-        assert here == there
-        assert len(here) == 1
-        assert here <= before[other]
-        rest = everybody()
-        bound = {threading.get_native_id(), other}
-        assert all(rest[thread] == before[thread] for thread in before.keys() - bound)
-    assert everybody() == before
+        caller_cores, backward_cores = core_sets(backward_thread)
+        assert caller_cores == backward_cores
+        assert len(caller_cores) == 1
+        assert caller_cores <= before[backward_thread]
+        bound_state = cores_of_threads()
+        bound = {threading.get_native_id(), backward_thread}
+        assert all(bound_state[thread] == before[thread] for thread in before.keys() - bound)
+    assert cores_of_threads() == before
 
 
 @linux
-def test_contexts_nest_and_exceptions_release(other):
-    before = masks(other)
+def test_contexts_nest_and_an_exception_releases_the_threads(backward_thread):
+    before = core_sets(backward_thread)
     with float8lab.backward_on_this_core():
-        outer = masks(other)
+        outer = core_sets(backward_thread)
         with pytest.raises(ZeroDivisionError), float8lab.backward_on_this_core():
-            assert 1 / (masks(other) != outer)
-        assert masks(other) == outer
-    assert masks(other) == before
-    decorated = float8lab.backward_on_this_core()(lambda: masks(other))
+            assert 1 / (core_sets(backward_thread) != outer)
+        assert core_sets(backward_thread) == outer
+    assert core_sets(backward_thread) == before
+    decorated = float8lab.backward_on_this_core()(lambda: core_sets(backward_thread))
     assert len(decorated()[1]) == 1
     assert len(decorated()[0]) == 1
-    assert masks(other) == before
+    assert core_sets(backward_thread) == before
 
 
 @linux
-def test_the_core_is_one_of_those_that_both_threads_may_use(other):
-    before = masks(other)
+def test_chosen_core_is_one_that_both_threads_may_use(backward_thread):
+    before = core_sets(backward_thread)
     cores = sorted(before[0])
     try:
-        os.sched_setaffinity(other, {cores[-1]})
+        os.sched_setaffinity(backward_thread, {cores[-1]})
         with float8lab.backward_on_this_core():
-            assert masks(other) == ({cores[-1]}, {cores[-1]})
-        assert masks(other) == (before[0], {cores[-1]})
+            assert core_sets(backward_thread) == ({cores[-1]}, {cores[-1]})
+        assert core_sets(backward_thread) == (before[0], {cores[-1]})
         os.sched_setaffinity(0, {cores[0]})
-        with float8lab.backward_on_this_core():  # nothing, if they have no core in common
-            assert masks(other) == ({cores[0]}, {cores[-1]})
+        with float8lab.backward_on_this_core():  # has no effect, since they have no core in common
+            assert core_sets(backward_thread) == ({cores[0]}, {cores[-1]})
     finally:
         os.sched_setaffinity(0, before[0])
 
 
 @linux
-def test_a_core_of_choice(other):
-    before = masks(other)
+def test_given_core_binds_both_threads_and_a_missing_core_raises(backward_thread):
+    before = core_sets(backward_thread)
     for core in before[0]:
         with float8lab.backward_on_this_core(core):
-            assert masks(other) == ({core}, {core})
+            assert core_sets(backward_thread) == ({core}, {core})
     missing = max(before[0]) + 1
     with (
         pytest.raises(ValueError, match=f"core must be one that .*; got {missing}. Choose one of"),
         float8lab.backward_on_this_core(missing),
     ):
         pass
-    assert masks(other) == before
+    assert core_sets(backward_thread) == before
 
 
 @linux
-def test_ranks_of_a_host_have_different_cores(other, monkeypatch):
+def test_ranks_of_a_host_get_different_cores(backward_thread, monkeypatch):
     cores = sorted(os.sched_getaffinity(0))
     for rank in range(2 * len(cores)):
         monkeypatch.setattr(affinity, "rank_and_size", lambda rank=rank: (rank, 64))
         with float8lab.backward_on_this_core():
             core = cores[rank % len(cores)]
-            assert masks(other) == ({core}, {core})
+            assert core_sets(backward_thread) == ({core}, {core})
 
 
 @linux
 def test_without_a_gpu_nothing_is_bound(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    before = everybody()
+    before = cores_of_threads()
     with float8lab.backward_on_this_core():
-        assert everybody() == before
+        assert cores_of_threads() == before
 
 
-def test_a_system_that_cannot_bind_threads_says_so_once(monkeypatch):
+def test_system_that_cannot_bind_threads_warns_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delattr(os, "sched_setaffinity", raising=False)
     affinity._say_that_there_is_no_affinity.cache_clear()
@@ -133,7 +134,7 @@ def test_a_system_that_cannot_bind_threads_says_so_once(monkeypatch):
 
 
 @pytest.mark.parametrize("core", [-1, 1.5, "x", True])
-def test_wrong_cores(core):
+def test_core_that_is_no_index_raises(core):
     with (
         pytest.raises((TypeError, ValueError), match="core must be None or an integer"),
         float8lab.backward_on_this_core(core),
@@ -141,38 +142,38 @@ def test_wrong_cores(core):
         pass
 
 
-class Ask(torch.autograd.Function):
-    """Notes the cores that its backward may run on."""
+class RecordCores(torch.autograd.Function):
+    """Records the thread of its backward, and the cores on which it may run."""
 
     @staticmethod
-    def forward(ctx, x, found):
-        ctx.found = found
+    def forward(ctx, x, calls):
+        ctx.calls = calls
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.found.append((threading.get_native_id(), os.sched_getaffinity(0)))
+        ctx.calls.append((threading.get_native_id(), os.sched_getaffinity(0)))
         return gradient, None
 
 
 @pytest.mark.gpu
 @linux
-def test_autograds_thread_is_on_the_core_of_the_caller():
-    found = []
+def test_autograd_thread_runs_on_the_core_of_the_caller():
+    calls = []
     layer = nn.Linear(16, 16, device="cuda")
 
     def step():
-        Ask.apply(layer(torch.ones(4, 16, device="cuda")), found).sum().backward()
+        RecordCores.apply(layer(torch.ones(4, 16, device="cuda")), calls).sum().backward()
 
     step()
-    before = everybody()
+    before = cores_of_threads()
     with float8lab.backward_on_this_core():
-        here = os.sched_getaffinity(0)
+        caller_cores = os.sched_getaffinity(0)
         step()
     step()
-    assert len(here) == 1
-    assert [thread for thread, _ in found] == [found[0][0]] * 3
-    assert found[0][0] != threading.get_native_id()
-    assert found[1][1] == here
-    assert found[2][1] == found[0][1] == before[found[0][0]]
+    assert len(caller_cores) == 1
+    assert [thread for thread, _ in calls] == [calls[0][0]] * 3
+    assert calls[0][0] != threading.get_native_id()
+    assert calls[1][1] == caller_cores
+    assert calls[2][1] == calls[0][1] == before[calls[0][0]]
     assert os.sched_getaffinity(0) == before[threading.get_native_id()]

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models: saved on some ranks, loaded on others, bit for bit."""
+"""Checkpoints of sharded models load on other numbers of ranks, bit for bit."""
 
 import itertools
 import warnings
@@ -42,14 +42,14 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def meshes(ranks: Ranks) -> dict[int, DeviceMesh]:
-    """Of all ranks, of half of them."""
+    """The meshes of all ranks and of half of them, by number of ranks."""
     sizes = sorted({ranks.world, max(ranks.world // 2, 1)}, reverse=True)
     return {n: DeviceMesh(ranks.device.type, list(range(n))) for n in sizes}
 
 
 def save(state: Any, path: Any, group: Any, function: Any = dcp.save) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, about its formats
+        warnings.simplefilter("ignore")  # torch's own warnings, about its formats
         return function(state, checkpoint_id=path, process_group=group)
 
 
@@ -62,44 +62,44 @@ def load(state: Any, path: Any, group: Any, **options: Any) -> None:
 def assert_equal_states(a: dict[str, Any], b: dict[str, Any]) -> None:
     assert list(a) == list(b)
     for name, value in a.items():
-        other = b[name]
+        expected = b[name]
         full = value.full_tensor() if hasattr(value, "full_tensor") else value
-        assert torch.equal(full.cpu(), other.cpu()), name
+        assert torch.equal(full.cpu(), expected.cpu()), name
 
 
-def check_stored_weights_on_other_numbers_of_ranks(ranks: Ranks) -> None:
-    every = meshes(ranks)
+def check_stored_weights_load_on_other_numbers_of_ranks(ranks: Ranks) -> None:
+    mesh_of_size = meshes(ranks)
     for i, recipe in enumerate(RECIPES):
-        whole = ModelState(make_stored(ranks, recipe, 0)).state_dict()
-        first = shard(make_stored(ranks, recipe, 0), every[ranks.world])
-        save({"model": ModelState(first)}, ranks.tmp_path / f"{i}", None)
-        for size, mesh in every.items():
+        unsharded_state = ModelState(make_stored(ranks, recipe, 0)).state_dict()
+        saved_model = shard(make_stored(ranks, recipe, 0), mesh_of_size[ranks.world])
+        save({"model": ModelState(saved_model)}, ranks.tmp_path / f"{i}", None)
+        for size, mesh in mesh_of_size.items():
             if ranks.rank >= size:
                 continue
             model = shard(make_stored(ranks, recipe, 1), mesh)
             load({"model": ModelState(model)}, ranks.tmp_path / f"{i}", mesh.get_group())
-            assert_equal_states(ModelState(model).state_dict(), whole)
+            assert_equal_states(ModelState(model).state_dict(), unsharded_state)
             save({"model": ModelState(model)}, ranks.tmp_path / f"{i}-{size}", mesh.get_group())
         dist.barrier()
-        for size in every:
-            model = shard(make_stored(ranks, recipe, 2), every[ranks.world])
+        for size in mesh_of_size:
+            model = shard(make_stored(ranks, recipe, 2), mesh_of_size[ranks.world])
             load({"model": ModelState(model)}, ranks.tmp_path / f"{i}-{size}", None)
-            assert_equal_states(ModelState(model).state_dict(), whole)
+            assert_equal_states(ModelState(model).state_dict(), unsharded_state)
         if ranks.rank == 0:
             single = make_stored(ranks, recipe, 3)
             load({"model": ModelState(single)}, ranks.tmp_path / f"{i}", None, no_dist=True)
-            assert_equal_states(ModelState(single).state_dict(), whole)
+            assert_equal_states(ModelState(single).state_dict(), unsharded_state)
         dist.barrier()
 
 
-def check_masters_have_the_plain_models_checkpoint(ranks: Ranks) -> None:
+def check_masters_save_the_checkpoint_of_the_plain_model(ranks: Ranks) -> None:
     def plain() -> nn.Sequential:
         return nn.Sequential(
             nn.Linear(64, 130, device=ranks.device), nn.Linear(130, 5, device=ranks.device)
         )
 
     reference = plain()
-    whole = {k: v.detach().clone() for k, v in reference.state_dict().items()}
+    unsharded_state = {k: v.detach().clone() for k, v in reference.state_dict().items()}
     for recipe in (Float8CurrentScaling(), DelayedScaling()):
         float8lab.convert_to_float8(reference, recipe)
         model = shard(reference, ranks.mesh())
@@ -110,46 +110,48 @@ def check_masters_have_the_plain_models_checkpoint(ranks: Ranks) -> None:
         state = unsharded.state_dict()
         load({"model": state}, path, None)
         unsharded.load_state_dict(state, strict=True)
-        assert_equal_states(unsharded.state_dict(), whole)
+        assert_equal_states(unsharded.state_dict(), unsharded_state)
         full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        assert_equal_states(full, whole)
+        assert_equal_states(full, unsharded_state)
         set_model_state_dict(
             model,
             {k: v * 2 for k, v in full.items()},
             options=StateDictOptions(full_state_dict=True),
         )
-        assert_equal_states(dict(model.state_dict()), {k: v * 2 for k, v in whole.items()})
+        assert_equal_states(
+            dict(model.state_dict()), {k: v * 2 for k, v in unsharded_state.items()}
+        )
         reference = plain()
-        reference.load_state_dict(whole)
+        reference.load_state_dict(unsharded_state)
 
 
-def check_full_state_dict_of_stored_weights(ranks: Ranks) -> None:
+def check_full_state_dict_has_the_values_of_stored_weights(ranks: Ranks) -> None:
     for recipe in RECIPES:
-        whole = make_stored(ranks, recipe, 0)
+        unsharded = make_stored(ranks, recipe, 0)
         model = shard(make_stored(ranks, recipe, 0), ranks.mesh())
         full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         gathered = whole_state_dict(model)
-        for name, value in whole.state_dict().items():
+        for name, value in unsharded.state_dict().items():
             expected = value.dequantize() if isinstance(value, float8lab.Float8Tensor) else value
             for got in (full[name], gathered[name]):
                 got = got.dequantize() if isinstance(got, float8lab.Float8Tensor) else got
                 assert torch.equal(got, expected), (recipe, name)
 
 
-def check_async_save(ranks: Ranks) -> None:
+def check_async_save_loads_bit_for_bit(ranks: Ranks) -> None:
     group = dist.new_group(backend="gloo")
     recipe = Float8BlockScaling()
-    whole = ModelState(make_stored(ranks, recipe, 0)).state_dict()
+    unsharded_state = ModelState(make_stored(ranks, recipe, 0)).state_dict()
     model = shard(make_stored(ranks, recipe, 0), ranks.mesh())
     save({"model": ModelState(model)}, ranks.tmp_path / "async", group, dcp.async_save).result()
-    other = shard(make_stored(ranks, recipe, 1), ranks.mesh())
-    load({"model": ModelState(other)}, ranks.tmp_path / "async", None)
-    assert_equal_states(ModelState(other).state_dict(), whole)
+    loaded_model = shard(make_stored(ranks, recipe, 1), ranks.mesh())
+    load({"model": ModelState(loaded_model)}, ranks.tmp_path / "async", None)
+    assert_equal_states(ModelState(loaded_model).state_dict(), unsharded_state)
 
 
-def check_fp8_moments_on_other_numbers_of_ranks(ranks: Ranks) -> None:
-    """Steps, a checkpoint and the steps after it have the bytes of the unsharded optimizer."""
-    every = meshes(ranks) | {1: DeviceMesh(ranks.device.type, [0])}
+def check_fp8_moments_load_on_other_numbers_of_ranks(ranks: Ranks) -> None:
+    """Steps, a checkpoint and the steps after it give the bytes of the unsharded optimizer."""
+    mesh_of_size = meshes(ranks) | {1: DeviceMesh(ranks.device.type, [0])}
     for dtype in (torch.float32, torch.bfloat16):
 
         def make(mesh: DeviceMesh | None, seed: int, dtype: torch.dtype = dtype) -> Any:
@@ -170,20 +172,20 @@ def check_fp8_moments_on_other_numbers_of_ranks(ranks: Ranks) -> None:
             return states(model, optimizer)
 
         def states(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-            found = get_optimizer_state_dict(model, optimizer)["state"]
+            optimizer_state = get_optimizer_state_dict(model, optimizer)["state"]
             return {
                 f"{p}.{name}": x.full_tensor() if hasattr(x, "full_tensor") else x
-                for p, entry in found.items()
+                for p, entry in optimizer_state.items()
                 for name, x in entry.items()  # type: ignore[union-attr]
             } | {
                 k: getattr(v, "full_tensor", lambda v=v: v)() for k, v in model.state_dict().items()
             }
 
-        whole = make(None, 0)
-        early = {name: x.clone() for name, x in steps(*whole, range(2)).items()}
+        unsharded = make(None, 0)
+        early = {name: x.clone() for name, x in steps(*unsharded, range(2)).items()}
         assert early["0.weight.exp_avg.bits"].dtype == torch.uint8
-        late = steps(*whole, range(2, 4))
-        for size, mesh in every.items():
+        late = steps(*unsharded, range(2, 4))
+        for size, mesh in mesh_of_size.items():
             if ranks.rank < size:
                 model, optimizer = make(mesh, 0)
                 assert_equal_states(steps(model, optimizer, range(2)), early)
@@ -191,7 +193,7 @@ def check_fp8_moments_on_other_numbers_of_ranks(ranks: Ranks) -> None:
                 state["optimizer"] = get_optimizer_state_dict(model, optimizer)
                 save(state, ranks.tmp_path / f"{dtype}-{size}", mesh.get_group())
         dist.barrier()
-        for old, (size, mesh) in itertools.product(every, every.items()):
+        for old, (size, mesh) in itertools.product(mesh_of_size, mesh_of_size.items()):
             if ranks.rank < size:
                 model, optimizer = make(mesh, 1)
                 state = {"model": get_model_state_dict(model)}
@@ -204,24 +206,26 @@ def check_fp8_moments_on_other_numbers_of_ranks(ranks: Ranks) -> None:
         dist.barrier()
 
 
-def check_shards_of_columns_have_fp8_moments_where_they_cut_no_block(ranks: Ranks) -> None:
+def check_column_shards_have_fp8_moments_only_where_they_cut_no_block(ranks: Ranks) -> None:
     for columns, is_quantized in ((128 * ranks.world, True), (64 * ranks.world, False)):
-        whole = nn.Parameter(torch.ones(70, columns, device=ranks.device))
-        p = nn.Parameter(distribute_tensor(whole.detach(), ranks.mesh(), [Shard(1)]))
-        grad = torch.randn(whole.shape, generator=torch.Generator().manual_seed(0))
-        whole.grad = grad.to(ranks.device)
-        p.grad = distribute_tensor(whole.grad, ranks.mesh(), [Shard(1)])
-        one, many = (MasterWeights([x], torch.optim.AdamW, fp8_moments=True) for x in (whole, p))
-        one.step()
-        many.step()
-        assert ("exp_avg.scale" in many.state[p]) == is_quantized
-        for name, x in many.state[p].items() if is_quantized else ():
+        unsharded = nn.Parameter(torch.ones(70, columns, device=ranks.device))
+        p = nn.Parameter(distribute_tensor(unsharded.detach(), ranks.mesh(), [Shard(1)]))
+        grad = torch.randn(unsharded.shape, generator=torch.Generator().manual_seed(0))
+        unsharded.grad = grad.to(ranks.device)
+        p.grad = distribute_tensor(unsharded.grad, ranks.mesh(), [Shard(1)])
+        unsharded_optimizer, sharded_optimizer = (
+            MasterWeights([x], torch.optim.AdamW, fp8_moments=True) for x in (unsharded, p)
+        )
+        unsharded_optimizer.step()
+        sharded_optimizer.step()
+        assert ("exp_avg.scale" in sharded_optimizer.state[p]) == is_quantized
+        for name, x in sharded_optimizer.state[p].items() if is_quantized else ():
             full = x.full_tensor() if hasattr(x, "full_tensor") else x
-            assert torch.equal(full, one.state[whole][name]), name
+            assert torch.equal(full, unsharded_optimizer.state[unsharded][name]), name
 
 
 def check_delayed_state_resumes_bit_for_bit(ranks: Ranks) -> None:
-    """By the lines of docs/many_gpus.md, "Resume on another mesh"; the optimizer has a state."""
+    """The lines are those of docs/many_gpus.md, "Resume on another mesh", with optimizer state."""
     recipe = DelayedScaling(amax_history_len=3, amax_compute_algo="max")
 
     def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -259,10 +263,10 @@ def check_delayed_state_resumes_bit_for_bit(ranks: Ranks) -> None:
     set_optimizer_state_dict(second, optimizer, state["optimizer"])
     resumed = [step(second, optimizer, i) for i in range(3, 6)]
     assert torch.equal(torch.stack(expected), torch.stack(resumed)), (expected, resumed)
-    whole = StateDictOptions(full_state_dict=True)
-    assert_equal_states(*(get_model_state_dict(m, options=whole) for m in (first, second)))
+    full_state = StateDictOptions(full_state_dict=True)
+    assert_equal_states(*(get_model_state_dict(m, options=full_state) for m in (first, second)))
 
-    # Without it the model loads as strictly, and trains on.
+    # Without the scaling state the model also loads with strict=True, and training goes on.
     third, optimizer = make(2)
     state = {"model": third.state_dict()}
     load(state, path, None)
@@ -270,4 +274,4 @@ def check_delayed_state_resumes_bit_for_bit(ranks: Ranks) -> None:
     assert step(third, optimizer, 3).isfinite()
 
 
-test_ranks = each_check(__name__, 2, 4)
+test_on_ranks = each_check(__name__, 2, 4)

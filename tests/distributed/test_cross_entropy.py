@@ -1,4 +1,4 @@
-"""Cross entropy of logits that one rank has whole; test_sequence_parallel.py has sharded ones."""
+"""Cross entropy of unsharded logits; test_sequence_parallel.py tests that of sharded logits."""
 
 from typing import Any
 
@@ -19,14 +19,16 @@ def gradient(loss: Tensor, logits: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("mean", [False, True])
-def test_it_is_torchs(smoothing: float, mean: bool, device: torch.device) -> None:
+def test_loss_and_gradient_are_those_of_torch(
+    smoothing: float, mean: bool, device: torch.device
+) -> None:
     logits = (torch.randn(3, 5, 50, device=device) * 5).requires_grad_()
     target = torch.randint(0, 50, (3, 5), device=device)
     target[1, :3] = 7
     if not smoothing:
         logits.data[0, 0, :20] = -torch.inf
         target[0, 0] = 30
-        logits.data[1, 0] = torch.nan  # of no effect: it is ignored
+        logits.data[1, 0] = torch.nan  # has no effect, since its target is ignored
     for dtype in (torch.int64, torch.int32):
         got = float8lab.parallel_cross_entropy(
             logits, target.to(dtype), smoothing, mean, ignore_idx=7
@@ -39,7 +41,7 @@ def test_it_is_torchs(smoothing: float, mean: bool, device: torch.device) -> Non
         torch.testing.assert_close(gradient(got, logits), gradient(want, logits))
 
 
-def test_the_square_of_the_log_sum() -> None:
+def test_z_loss_adds_the_squared_log_sum_exp() -> None:
     logits = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
     target = torch.tensor([1, 8, -100, 0])
 
@@ -57,44 +59,52 @@ def test_the_square_of_the_log_sum() -> None:
     assert torch.autograd.gradcheck(lambda x: run(x)[0], logits)
 
 
-def test_compiled(device: torch.device) -> None:
+def test_compiled_loss_and_gradient_equal_eager_ones(device: torch.device) -> None:
     def run(x: Tensor, target: Tensor) -> Tensor:
         return float8lab.parallel_cross_entropy(x, target, 0.1, True, z_loss_weight=0.1)
 
     logits = torch.randn(4, 9, device=device, requires_grad=True)
     target = torch.tensor([1, 2, -100, 0], device=device)
-    eager, compiled = run(logits, target), torch.compile(run, backend="aot_eager", fullgraph=True)
-    again = compiled(logits, target)
-    assert torch.equal(eager, again)
-    assert torch.equal(gradient(eager, logits), gradient(again, logits))
+    eager_loss, compiled = (
+        run(logits, target),
+        torch.compile(run, backend="aot_eager", fullgraph=True),
+    )
+    compiled_loss = compiled(logits, target)
+    assert torch.equal(eager_loss, compiled_loss)
+    assert torch.equal(gradient(eager_loss, logits), gradient(compiled_loss, logits))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernels_are_as_good_as_torch(dtype: torch.dtype) -> None:
+def test_kernels_are_as_accurate_as_torch(dtype: torch.dtype) -> None:
     logits = (torch.randn(300, 32065, device="cuda") * 4).to(dtype)[:, :32064]
     target = torch.randint(-100, 32164, (300,), device="cuda")
     stats = ops.cross_entropy_statistics_op(logits, target)
-    exact, usual = (
+    exact_stats, float32_stats = (
         reference.cross_entropy_statistics(logits.to(t), target)
         for t in (torch.float64, torch.float32)
     )
-    factors = torch.stack([exact[0] + exact[1].log(), *torch.rand(3, 300, device="cuda")]).float()
+    factors = torch.stack(
+        [exact_stats[0] + exact_stats[1].log(), *torch.rand(3, 300, device="cuda")]
+    ).float()
     factors[3] /= 32064
-    found = ops.cross_entropy_backward_op(logits, target, factors)
-    right, other = (
+    logits_grad = ops.cross_entropy_backward_op(logits, target, factors)
+    exact_grad, float32_grad = (
         reference.cross_entropy_backward(logits.to(t), target, factors.to(t))
         for t in (torch.float64, torch.float32)
     )
-    for got, want, plain in (*zip(stats, exact, usual, strict=True), (found, right, other)):
-        # The instruction for exp is right to two units; the products round as torch's do.
+    for got, want, plain in (
+        *zip(stats, exact_stats, float32_stats, strict=True),
+        (logits_grad, exact_grad, float32_grad),
+    ):
+        # The exp instruction is accurate to two units; multiplications round as torch's do.
         error = (plain.double() - want).abs().max() + want.abs().max() * 2.0**-21
         error += want.abs().max() * torch.finfo(got.dtype).eps
         assert (got.double() - want).abs().max() <= 2 * error
 
 
 @pytest.mark.gpu
-def test_nothing_waits_and_graphs_capture(uncollected: None) -> None:
+def test_loss_and_gradient_run_without_waiting_and_in_a_cuda_graph(uncollected: None) -> None:
     logits = torch.randn(64, 1000, device="cuda")
     target = torch.randint(0, 1000, (64,), device="cuda")
 

@@ -50,7 +50,7 @@ def make_model(device: Any, width: int = 64, hidden: int = 200, blocks: int = 2)
 
 
 def shard(model: nn.Sequential, **options: Any) -> nn.Sequential:
-    """FSDP2 on each block and on the whole."""
+    """Apply FSDP2 to each block and to the model."""
     for part in model:
         fully_shard(part, **options)
     fully_shard(model, **options)
@@ -67,14 +67,14 @@ def fp8_linears(model: nn.Module) -> dict[str, float8lab.Linear]:
     return {n: m for n, m in model.named_modules() if isinstance(m, float8lab.Linear)}
 
 
-def on_each_unit(model: nn.Module, do: Callable[[FSDPModule], Any]) -> None:
+def for_each_unit(model: nn.Module, action: Callable[[FSDPModule], Any]) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            do(module)
+            action(module)
 
 
 def full_cast(weight: Tensor, recipe: Any) -> float8lab.Float8Tensor:
-    """What one process makes of the full weight."""
+    """The cast that one process makes of the full weight."""
     plan = recipe.linear
     cast = float8lab.quantize(
         weight, plan.w.fp8_dtype, block=plan.w.block, scale_rule=plan.w.scale_rule,
@@ -87,25 +87,25 @@ def full_cast(weight: Tensor, recipe: Any) -> float8lab.Float8Tensor:
 
 
 def assert_gathered_equal_cast(model: nn.Module, recipe: Any) -> None:
-    on_each_unit(
+    for_each_unit(
         model, FSDPModule.reshard
     )  # the root stays unsharded after a forward without backward
     weights = {n: m.weight.full_tensor() for n, m in fp8_linears(model).items()}
-    on_each_unit(model, FSDPModule.unshard)
+    for_each_unit(model, FSDPModule.unshard)
     for name, layer in fp8_linears(model).items():
         gathered, expected = layer.weight, full_cast(weights[name].detach(), recipe)
         assert isinstance(gathered, float8lab.Float8Tensor), name
         assert torch.equal(gathered.qdata.view(torch.uint8), expected.qdata.view(torch.uint8)), name
         assert torch.equal(gathered.scale, expected.scale), name
         assert torch.equal(gathered.dequantize().isfinite(), weights[name].isfinite()), name
-    on_each_unit(model, FSDPModule.reshard)
+    for_each_unit(model, FSDPModule.reshard)
 
 
 def batch(ranks: Ranks, step: int, width: int = 64, rows: int = 8) -> tuple[Tensor, Tensor]:
-    """The inputs of one step: of all ranks, and of this one."""
+    """The inputs of one step: those of all ranks, and those of this rank."""
     generator = torch.Generator().manual_seed(step)
-    whole = torch.randn(ranks.world * rows, width, generator=generator).to(ranks.device)
-    return whole, whole[ranks.rank * rows : (ranks.rank + 1) * rows]
+    all_rows = torch.randn(ranks.world * rows, width, generator=generator).to(ranks.device)
+    return all_rows, all_rows[ranks.rank * rows : (ranks.rank + 1) * rows]
 
 
 def train_step(model: nn.Module, x: Tensor, optimizer: Any) -> Tensor:
@@ -117,7 +117,7 @@ def train_step(model: nn.Module, x: Tensor, optimizer: Any) -> Tensor:
 
 
 def train(model: nn.Module, ranks: Ranks, steps: int) -> Tensor:
-    """The losses of steps of AdamW on this rank's inputs."""
+    """The losses of AdamW steps on this rank's inputs."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return torch.stack([train_step(model, batch(ranks, s)[1], optimizer) for s in range(steps)])
 
@@ -129,7 +129,7 @@ def check_gathered_bytes_are_those_of_the_full_cast(ranks: Ranks) -> None:
         with torch.no_grad():
             model[0].up.weight[150] *= 1000  # one rank alone has the largest value
             model[0].down.weight[3, 7] = 0
-            model[1].up.weight[:130] = 0  # whole blocks, and whole shards, of zeros
+            model[1].up.weight[:130] = 0  # whole blocks and whole shards of zeros
         float8lab.convert_to_float8(model, recipe)
         shard(model, mesh=ranks.mesh())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
@@ -140,13 +140,13 @@ def check_gathered_bytes_are_those_of_the_full_cast(ranks: Ranks) -> None:
 
 
 @on_ranks(4)
-def check_experts_are_gathered_as_each_is_cast(ranks: Ranks) -> None:
-    """Ranks have some experts each, or none; one size has whole blocks, the other has not."""
+def check_stacked_experts_are_gathered_as_each_expert_is_cast(ranks: Ranks) -> None:
+    """Each rank has some experts or none; one size has whole blocks, the other has not."""
     x, splits = batch(ranks, 0, rows=16)[0][:16], torch.tensor([3, 0, 7, 5, 1])
     for recipe, features in ((r, n) for r in RECIPES for n in (40, 128)):
         torch.manual_seed(0)
-        how = {"single_grouped_weight": True, "device": ranks.device}
-        single = float8lab.GroupedLinear(5, 64, features, **how)
+        options = {"single_grouped_weight": True, "device": ranks.device}
+        single = float8lab.GroupedLinear(5, 64, features, **options)
         with torch.no_grad():
             single.weight[3] *= 1000
         model = copy.deepcopy(float8lab.convert_to_float8(single, recipe))
@@ -190,26 +190,26 @@ def check_returned_biases_outlive_their_unit(ranks: Ranks) -> None:
             biases = torch.cat([b.flatten() for b in biases]) if splits else biases
             (y.square().sum() + biases.square().sum()).backward()
             results.append([y, biases, *(p.grad for p in module.parameters())])
-        for single, many in zip(*results, strict=True):
-            many = many.full_tensor() if isinstance(many, DTensor) else many
-            assert torch.equal(single, many), type(layer)
+        for expected, actual in zip(*results, strict=True):
+            actual = actual.full_tensor() if isinstance(actual, DTensor) else actual
+            assert torch.equal(expected, actual), type(layer)
 
 
-def check_attention_of_torch(ranks: Ranks) -> None:
-    """Its packed weight is gathered in high precision, those of linear layers in FP8."""
+def check_packed_attention_weight_is_gathered_in_high_precision(ranks: Ranks) -> None:
+    """The weights of linear layers are gathered in FP8."""
     single = nn.TransformerEncoderLayer(64, 4, 128, 0.0, device=ranks.device)
     float8lab.convert_to_float8(single)
     model = fully_shard(copy.deepcopy(single), mesh=ranks.mesh())
-    everyone, x = batch(ranks, 0)
+    all_rows, x = batch(ranks, 0)
     with Collectives() as collectives:
         y = model(x[:, None])
     if ranks.world > 1:
         assert torch.uint8 in {dtype for dtype, _ in collectives.of("allgather")}
     assert torch.equal(y, single(x[:, None]))
     y.square().sum().backward()
-    # Gradients are means over ranks of what each rank's rows give.
+    # Each gradient is the mean over ranks of the gradients of each rank's rows.
     grads = []
-    for rows in everyone.chunk(ranks.world):
+    for rows in all_rows.chunk(ranks.world):
         single.zero_grad()
         single(rows[:, None]).square().sum().backward()
         grads.append(single.self_attn.in_proj_weight.grad)
@@ -217,7 +217,7 @@ def check_attention_of_torch(ranks: Ranks) -> None:
     torch.testing.assert_close(model.self_attn.in_proj_weight.grad.full_tensor(), expected)
 
 
-def check_special_values(ranks: Ranks) -> None:
+def check_nonfinite_and_huge_weights_are_gathered_as_cast(ranks: Ranks) -> None:
     model = nn.Sequential(nn.Linear(32, 40, bias=False, device=ranks.device))
     with torch.no_grad():
         model[0].weight[39, 3] = torch.nan
@@ -231,18 +231,18 @@ def check_special_values(ranks: Ranks) -> None:
         assert_gathered_equal_cast(sharded, recipe)
 
 
-def check_one_byte_an_element_and_one_reduction_a_step(ranks: Ranks) -> None:
+def check_gathers_send_one_byte_an_element_and_one_reduction_a_step(ranks: Ranks) -> None:
     if ranks.world == 1:
         return  # nothing is sent
     for recipe in RECIPES:
         model = sharded_model(ranks, recipe)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=True)
-        delayed = 1 if recipe.linear.delayed else 0  # its own reduction of activations' amaxes
+        amax_reductions = 1 if recipe.linear.delayed else 0  # the reduction of activations' amaxes
         for step in range(3):
             with Collectives() as collectives:
                 train_step(model, batch(ranks, step)[1], optimizer)
             if step > 0:
-                assert len(collectives.of("allreduce")) == 1 + delayed, collectives.seen
+                assert len(collectives.of("allreduce")) == 1 + amax_reductions, collectives.seen
         in_fp8 = {f"{name}.weight" for name in fp8_linears(model)}
         padded = {
             n: -(-p.shape[0] // ranks.world) * p[0].numel() for n, p in model.named_parameters()
@@ -250,7 +250,7 @@ def check_one_byte_an_element_and_one_reduction_a_step(ranks: Ranks) -> None:
         bytes_of = {n: count * (1 if n in in_fp8 else 4) for n, count in padded.items()}
         gathers = collectives.of("allgather")
         assert all(dtype == torch.uint8 for dtype, _ in gathers), gathers
-        # Forward and backward of every unit; the last stays unsharded in between.
+        # Forward and backward gather every unit; the last one stays unsharded in between.
         per_unit = [
             sum(size for n, size in bytes_of.items() if n.startswith(f"{unit}."))
             for unit in range(len(model))
@@ -260,14 +260,14 @@ def check_one_byte_an_element_and_one_reduction_a_step(ranks: Ranks) -> None:
         assert sum(size for _, size in gathers) <= 2 * sum(per_unit)
 
 
-def losses_follow_a_single_process(ranks: Ranks, which: list[Any]) -> None:
-    # FP8 sums differ with the rows that share a scale, so the losses do, by less than FP8 differs
-    # from high precision: that difference is the tolerance.
+def assert_losses_follow_a_single_process(ranks: Ranks, recipes: list[Any]) -> None:
+    # Results in FP8 depend on the rows that share a scale, so the losses differ, but by less than
+    # FP8 differs from high precision: that difference is the tolerance.
     def losses_of(model: nn.Module, *, sharded: bool = False) -> Tensor:
         optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
         for step in range(20):
-            whole, mine = batch(ranks, step, rows=16)
-            loss = train_step(model, mine if sharded else whole, optimizer)
+            all_rows, local_rows = batch(ranks, step, rows=16)
+            loss = train_step(model, local_rows if sharded else all_rows, optimizer)
             if sharded:
                 dist.all_reduce(loss)
                 loss = loss / ranks.world
@@ -276,29 +276,34 @@ def losses_follow_a_single_process(ranks: Ranks, which: list[Any]) -> None:
 
     torch.manual_seed(1)
     plain = make_model(ranks.device)
-    high = losses_of(copy.deepcopy(plain))
-    for recipe in which:
+    high_precision = losses_of(copy.deepcopy(plain))
+    for recipe in recipes:
         single, sharded = copy.deepcopy(plain), copy.deepcopy(plain)
         float8lab.convert_to_float8(single, recipe)
         float8lab.convert_to_float8(sharded, recipe)
         shard(sharded, mesh=ranks.mesh())
         fp8, fsdp = losses_of(single), losses_of(sharded, sharded=True)
         assert fsdp[-1] < fsdp[0] / 2
-        error = (fsdp - high).abs() / high
-        assert error.max() < 0.03 + 3 * ((fp8 - high).abs() / high).max(), (high, fp8, fsdp)
+        error = (fsdp - high_precision).abs() / high_precision
+        assert error.max() < 0.03 + 3 * ((fp8 - high_precision).abs() / high_precision).max(), (
+            high_precision,
+            fp8,
+            fsdp,
+        )
 
 
 def check_losses_follow_a_single_process(ranks: Ranks) -> None:
-    losses_follow_a_single_process(ranks, [RECIPES[2], RECIPES[-1]])
+    assert_losses_follow_a_single_process(ranks, [RECIPES[2], RECIPES[-1]])
 
 
 @slow_check
-def check_losses_of_the_other_recipes(ranks: Ranks) -> None:
-    losses_follow_a_single_process(ranks, [*RECIPES[:2], *RECIPES[3:-1]])
+def check_losses_follow_a_single_process_under_other_recipes(ranks: Ranks) -> None:
+    assert_losses_follow_a_single_process(ranks, [*RECIPES[:2], *RECIPES[3:-1]])
 
 
 def check_equal_to_unsharded_numerics_when_every_rank_has_the_same_batch(ranks: Ranks) -> None:
-    # The mean of equal gradients is each of them, so even bits agree where w has square blocks.
+    # The mean of equal gradients is each of them, so results are bitwise equal where w has square
+    # blocks.
     for recipe in (Float8CurrentScaling(), Float8BlockScaling()):
         single = make_model(ranks.device)
         sharded = copy.deepcopy(single)
@@ -308,16 +313,16 @@ def check_equal_to_unsharded_numerics_when_every_rank_has_the_same_batch(ranks: 
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (single, sharded)]
         for step in range(5):
             x = batch(ranks, step)[0]
-            one = train_step(single, x, optimizers[0])
-            many = train_step(sharded, x, optimizers[1])
-            assert torch.equal(one, many), (step, one, many)
+            single_loss = train_step(single, x, optimizers[0])
+            sharded_loss = train_step(sharded, x, optimizers[1])
+            assert torch.equal(single_loss, sharded_loss), (step, single_loss, sharded_loss)
         for (name, p), (_, q) in zip(
             single.named_parameters(), sharded.named_parameters(), strict=True
         ):
             assert torch.equal(p, q.full_tensor()), name
 
 
-def check_reshard_policies(ranks: Ranks) -> None:
+def check_losses_do_not_depend_on_the_reshard_policy(ranks: Ranks) -> None:
     losses = []
     for policy in (True, False):
         torch.manual_seed(0)
@@ -327,7 +332,7 @@ def check_reshard_policies(ranks: Ranks) -> None:
     assert torch.equal(*losses)
 
 
-def check_gradient_accumulation(ranks: Ranks) -> None:
+def check_weights_are_gathered_as_cast_after_gradient_accumulation(ranks: Ranks) -> None:
     model = sharded_model(ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(3):
@@ -339,7 +344,7 @@ def check_gradient_accumulation(ranks: Ranks) -> None:
         assert_gathered_equal_cast(model, Float8CurrentScaling())
 
 
-def check_mixed_precision(ranks: Ranks) -> None:
+def check_mixed_precision_casts_the_float32_masters(ranks: Ranks) -> None:
     for recipe in RECIPES:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model = sharded_model(ranks, recipe, mp_policy=policy)
@@ -354,20 +359,20 @@ def check_mixed_precision(ranks: Ranks) -> None:
         assert_gathered_equal_cast(model, recipe)  # cast from the float32 masters
 
 
-def check_meta_device(ranks: Ranks) -> None:
+def check_weights_made_on_the_meta_device_are_gathered_as_cast(ranks: Ranks) -> None:
     for recipe in (Float8CurrentScaling(), Float8BlockScaling()):
         model = float8lab.convert_to_float8(make_model("meta"), recipe)
         shard(model, mesh=ranks.mesh())
         model.to_empty(device=ranks.device)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.to_local().normal_()  # not on every rank the same number of values
+                parameter.to_local().normal_()  # ranks draw different numbers of values
         assert_gathered_equal_cast(model, recipe)
         train_step(model, batch(ranks, 0)[1], torch.optim.AdamW(model.parameters()))
         assert_gathered_equal_cast(model, recipe)
 
 
-def check_loading_replaces_no_hook(ranks: Ranks) -> None:
+def check_weights_are_gathered_as_cast_after_loading(ranks: Ranks) -> None:
     recipe = Float8CurrentScaling()
     model = make_model(ranks.device)
     keys = list(model.state_dict())
@@ -413,22 +418,22 @@ def check_one_reduction_a_step_after_loading_and_moving(ranks: Ranks) -> None:
         assert_gathered_equal_cast(model, recipe)
 
 
-def check_cpu_offload(ranks: Ranks) -> None:
+def check_offloaded_weights_are_gathered_in_fp8_on_the_device(ranks: Ranks) -> None:
     policy = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
     model = sharded_model(ranks, Float8BlockScaling(), offload_policy=policy)
     train(model, ranks, 2)
     assert model[0].up.weight.device.type == "cpu"
     full = {n: p.to_local() for n, p in model.named_parameters()}
-    on_each_unit(model, FSDPModule.unshard)
+    for_each_unit(model, FSDPModule.unshard)
     for layer in fp8_linears(model).values():
         assert isinstance(layer.weight, float8lab.Float8Tensor)
         assert layer.weight.qdata.device == ranks.device
-    on_each_unit(model, FSDPModule.reshard)
+    for_each_unit(model, FSDPModule.reshard)
     assert all(local.device.type == "cpu" for local in full.values())
 
 
 @on_ranks(4)
-def check_hybrid_sharding(ranks: Ranks) -> None:
+def check_weights_are_gathered_as_cast_under_hybrid_sharding(ranks: Ranks) -> None:
     if ranks.world < 4:
         return
     for recipe in (Float8CurrentScaling(), Float8BlockScaling()):
@@ -441,32 +446,39 @@ def check_hybrid_sharding(ranks: Ranks) -> None:
             ranks.assert_same(model[0].up.weight.full_tensor())
 
 
-def check_a_module_that_is_used_now_and_then(ranks: Ranks) -> None:
-    class Sometimes(nn.Module):
+def check_weights_are_gathered_as_cast_where_steps_skip_layers(ranks: Ranks) -> None:
+    class OptionalLayers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first = nn.Linear(64, 64, device=ranks.device)
             self.second = nn.Linear(64, 64, device=ranks.device)
-            self.use = (True, True)
+            self.uses_layer = (True, True)
 
         def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x) if self.use[0] else x
-            return self.second(x) if self.use[1] else x
+            x = self.first(x) if self.uses_layer[0] else x
+            return self.second(x) if self.uses_layer[1] else x
 
     recipe = Float8CurrentScaling()
-    model = float8lab.convert_to_float8(Sometimes(), recipe)
+    model = float8lab.convert_to_float8(OptionalLayers(), recipe)
     for layer in (model.first, model.second):
         fully_shard(layer, mesh=ranks.mesh(), reshard_after_forward=False)
     fully_shard(model, mesh=ranks.mesh())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=10.0, foreach=True)
-    uses = [(True, True), (False, True), (True, False), (False, True), (True, True), (True, False)]
-    for step, model.use in enumerate(uses):
+    schedule = [
+        (True, True),
+        (False, True),
+        (True, False),
+        (False, True),
+        (True, True),
+        (True, False),
+    ]
+    for step, model.uses_layer in enumerate(schedule):
         train_step(model, batch(ranks, step)[1], optimizer)
         assert_gathered_equal_cast(model, recipe)
 
 
-def check_a_rank_skips_a_layer_inside_a_unit(ranks: Ranks) -> None:
-    class Choice(nn.Module):
+def check_weights_are_gathered_as_cast_where_a_rank_skips_a_layer_of_a_unit(ranks: Ranks) -> None:
+    class ExpertsOfOtherRanks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.experts = nn.ModuleList(
@@ -474,12 +486,12 @@ def check_a_rank_skips_a_layer_inside_a_unit(ranks: Ranks) -> None:
             )
 
         def forward(self, x: Tensor) -> Tensor:
-            # All but this rank's own; every weight gets a gradient, if only of zeros.
+            # All experts but this rank's own. Every weight gets a gradient, if only of zeros.
             y = sum(e(x) for i, e in enumerate(self.experts) if i != ranks.rank)
             return y + 0 * sum(p.sum() for p in self.experts.parameters() if p.ndim == 1)
 
     for recipe in (Float8CurrentScaling(), DelayedScaling()):
-        model = float8lab.convert_to_float8(Choice(), recipe)
+        model = float8lab.convert_to_float8(ExpertsOfOtherRanks(), recipe)
         fully_shard(model, mesh=ranks.mesh())
         with torch.no_grad():
             for step in range(3):
@@ -487,25 +499,25 @@ def check_a_rank_skips_a_layer_inside_a_unit(ranks: Ranks) -> None:
         assert_gathered_equal_cast(model, recipe)
 
 
-def check_models_that_come_and_go(ranks: Ranks) -> None:
-    # Garbage is collected at different times on different ranks.
-    kept = sharded_model(ranks, mesh=(mesh := ranks.mesh()))
-    optimizer = torch.optim.SGD(kept.parameters(), lr=0.1)
+def check_weights_are_gathered_as_cast_after_other_models_are_deleted(ranks: Ranks) -> None:
+    # Ranks collect garbage at different times.
+    model = sharded_model(ranks, mesh=(mesh := ranks.mesh()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gc.disable()
     for round_ in range(3):
-        other = sharded_model(ranks, mesh=mesh)
-        other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-        train_step(kept, batch(ranks, round_)[1], optimizer)
-        train_step(other, batch(ranks, round_)[1], other_optimizer)
-        del other, other_optimizer
+        temporary = sharded_model(ranks, mesh=mesh)
+        temporary_optimizer = torch.optim.SGD(temporary.parameters(), lr=0.1)
+        train_step(model, batch(ranks, round_)[1], optimizer)
+        train_step(temporary, batch(ranks, round_)[1], temporary_optimizer)
+        del temporary, temporary_optimizer
         if ranks.rank == 0:
             gc.collect()
-        train_step(kept, batch(ranks, round_)[1], optimizer)
-        assert_gathered_equal_cast(kept, Float8CurrentScaling())
+        train_step(model, batch(ranks, round_)[1], optimizer)
+        assert_gathered_equal_cast(model, Float8CurrentScaling())
     gc.enable()
 
 
-def check_weights_that_stay_in_high_precision(ranks: Ranks) -> None:
+def check_tied_and_unconverted_weights_stay_in_high_precision(ranks: Ranks) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -539,31 +551,31 @@ def check_weights_that_stay_in_high_precision(ranks: Ranks) -> None:
         layer.reshard()
 
 
-def check_conversion_after_sharding(ranks: Ranks) -> None:
+def check_conversion_after_sharding_keeps_the_losses(ranks: Ranks) -> None:
     recipe, mesh = Float8CurrentScaling(), ranks.mesh()
     plain = make_model(ranks.device)
     losses = []
-    for before in ("fully_shard", "forward", "step", "backward"):
+    for converted_before in ("fully_shard", "forward", "step", "backward"):
         model = copy.deepcopy(plain)
-        if before == "fully_shard":
+        if converted_before == "fully_shard":
             float8lab.convert_to_float8(model, recipe)
         shard(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        if before == "step":
+        if converted_before == "step":
             model(batch(ranks, 0)[1]).sum().backward()
             optimizer.zero_grad()
-        if before == "backward":
+        if converted_before == "backward":
             model(batch(ranks, 0)[1])  # the head stays unsharded
-        if before != "fully_shard":
+        if converted_before != "fully_shard":
             float8lab.convert_to_float8(model, recipe)
             note = "5 weights were sharded before they were converted"
             assert note in str(float8lab.conversion_report(model))
         losses.append([train_step(model, batch(ranks, s)[1], optimizer) for s in range(3)])
     expected = torch.stack(losses[0])
-    assert all(torch.equal(torch.stack(other), expected) for other in losses[1:])
+    assert all(torch.equal(torch.stack(later), expected) for later in losses[1:])
 
 
-def check_activation_checkpointing(ranks: Ranks) -> None:
+def check_activation_checkpointing_keeps_the_losses(ranks: Ranks) -> None:
     results = []
     for checkpointed in (False, True):
         torch.manual_seed(0)
@@ -579,7 +591,7 @@ def check_activation_checkpointing(ranks: Ranks) -> None:
     assert torch.equal(*results)
 
 
-def check_inference(ranks: Ranks) -> None:
+def check_inference_equals_the_unsharded_model(ranks: Ranks) -> None:
     # FSDP2 itself fails in inference mode on one process.
     for mode in (torch.inference_mode, torch.no_grad)[ranks.world == 1 :]:
         model = make_model(ranks.device)
@@ -593,13 +605,13 @@ def check_inference(ranks: Ranks) -> None:
             assert torch.equal(model(x), single(x))
 
 
-def check_tensor_parallelism_is_told_from_fsdp(ranks: Ranks) -> None:
+def check_tensor_parallel_weights_are_told_from_fsdp_shards(ranks: Ranks) -> None:
     plan = {"0.up": ColwiseParallel(), "0.down": RowwiseParallel()}
     mesh = ranks.mesh(1, ranks.world, names=("dp", "tp"))
     x = batch(ranks, 0)[0]
     for then_shard in (False, True):
         model = make_model(ranks.device, blocks=1)
-        high = model(x)
+        high_precision = model(x)
         single = float8lab.convert_to_float8(copy.deepcopy(model))
         parallelize_module(model, mesh["tp"], plan)
         if then_shard:
@@ -607,21 +619,22 @@ def check_tensor_parallelism_is_told_from_fsdp(ranks: Ranks) -> None:
         float8lab.convert_to_float8(model)
         assert fp8_linears(model).keys() == fp8_linears(single).keys()
         got, want = model(x), single(x)
-        if x.is_cuda:  # other sums of 14 bits turn a code now and then
-            assert (got - want).norm() < 0.8 * (want - high).norm()
+        if x.is_cuda:  # sums of 14 bits in another order change an FP8 value now and then
+            assert (got - want).norm() < 0.8 * (want - high_precision).norm()
         else:
             torch.testing.assert_close(got, want)
-    # A layer that no style spreads takes no DTensor; nor does one that is spread in another way.
+    # A layer without a tensor-parallel style takes no DTensor, and a placement on two mesh
+    # dimensions cannot be converted.
     model = float8lab.convert_to_float8(make_model(ranks.device, blocks=1))
-    spread = distribute_tensor(x, mesh["tp"], [Replicate()])
+    replicated = distribute_tensor(x, mesh["tp"], [Replicate()])
     with pytest.raises(NotImplementedError, match=r"^inp must not be a DTensor where"):
-        model[0].up(spread)
+        model[0].up(replicated)
     layer = nn.Linear(8, 8, device=ranks.device)
-    both = distribute_tensor(layer.weight.detach(), mesh, [Shard(0), Shard(1)])
-    layer.weight = nn.Parameter(both)
+    twice_sharded = distribute_tensor(layer.weight.detach(), mesh, [Shard(0), Shard(1)])
+    layer.weight = nn.Parameter(twice_sharded)
     with pytest.raises(ValueError, match=r"its weight is placed as .*; FP8 takes one shard"):
         float8lab.convert_to_float8(layer, strict=True)
-    # FSDP2's own DTensors are no obstacle: not hybrid sharding's, nor where a part is converted.
+    # DTensors of FSDP2 are accepted, also under hybrid sharding and where a part is converted.
     for mesh in (ranks.mesh(), ranks.mesh(1, ranks.world, names=("replicate", "shard"))):
         model = make_model(ranks.device)
         single = float8lab.convert_to_float8(copy.deepcopy(model))
@@ -631,7 +644,7 @@ def check_tensor_parallelism_is_told_from_fsdp(ranks: Ranks) -> None:
         assert torch.equal(model(x), single(x))
 
 
-def check_clipping_and_full_state(ranks: Ranks) -> None:
+def check_clipped_gradient_norm_is_equal_on_all_ranks(ranks: Ranks) -> None:
     model = sharded_model(ranks)
     model(batch(ranks, 0)[1]).square().mean().backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor()
@@ -639,4 +652,4 @@ def check_clipping_and_full_state(ranks: Ranks) -> None:
     assert all(p.grad.dtype == p.dtype for p in model.parameters())
 
 
-test_ranks = each_check(__name__, 1, 2, 4)
+test_on_ranks = each_check(__name__, 1, 2, 4)

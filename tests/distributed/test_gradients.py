@@ -23,7 +23,7 @@ CONFIG = gpt.GPTConfig(context=32, n_layer=2, n_head=2, dim=64)
 
 
 class Recorder:
-    """Stands before a reduce-scatter and keeps what it is called with, and its output."""
+    """Calls a reduce-scatter, and keeps the input and output of each call."""
 
     def __init__(self, comm: Any) -> None:
         self.comm, self.allocate = comm, comm.allocate
@@ -41,8 +41,8 @@ class Recorder:
         self.group = group
 
 
-def recorded(model: nn.Module) -> list[Recorder]:
-    """The reduce-scatters of a model, each behind a recorder."""
+def record_reduce_scatters(model: nn.Module) -> list[Recorder]:
+    """Put a recorder before each reduce-scatter of a model; return the recorders."""
     recorders = []
     for module in model.modules():
         if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
@@ -52,7 +52,7 @@ def recorded(model: nn.Module) -> list[Recorder]:
 
 
 def cast(x: Tensor) -> Tensor:
-    """``[R, K]`` as e4m3 gives it back, in blocks of 128 from the start of each row."""
+    """Return ``[R, K]`` as e4m3 rounds it, in blocks of 128 from the start of each row."""
     K = x.shape[1]
     blocks = F.pad(x.float(), (0, -K % 128)).unflatten(1, (-1, 128))
     amax = blocks.abs().amax(-1, keepdim=True)
@@ -60,40 +60,40 @@ def cast(x: Tensor) -> Tensor:
     return ((blocks * encode).to(torch.float8_e4m3fn).float() * (1 / encode)).flatten(1)[:, :K]
 
 
-def reduced(sent: list[Tensor], own: Tensor, rank: int, factor: float) -> Tensor:
-    """What a rank gets: the sum in the order of ranks, its own gradients as they are.
+def expected_reduction(sent: list[Tensor], local: Tensor, rank: int, factor: float) -> Tensor:
+    """Return what a rank gets: the sum in the order of ranks, without a cast of its own gradients.
 
-    ``sent``: of each rank the gradients that it casts, ``[R, K]``; ``own``: this rank's.
+    ``sent``: the gradients that each rank casts, ``[R, K]``; ``local``: this rank's gradients.
     """
-    total = torch.zeros_like(own[rank], dtype=torch.float32)
+    total = torch.zeros_like(local[rank], dtype=torch.float32)
     for source, chunks in enumerate(sent):
-        total = total + (own[rank].float() if source == rank else cast(chunks)[rank])
-    return (total * factor).to(own.dtype)
+        total = total + (local[rank].float() if source == rank else cast(chunks)[rank])
+    return (total * factor).to(local.dtype)
 
 
 def assert_arithmetic(recorder: Recorder, factor: float, *, feedback: bool = False) -> None:
-    """Assert the bits of every recorded call."""
+    """Assert that every recorded output has the bits of ``expected_reduction``."""
     rank, size = dist.get_rank(recorder.group), dist.get_world_size(recorder.group)
     residual: Any = 0.0
-    for given, output in zip(recorder.inputs, recorder.outputs, strict=True):
-        own = given.view(size, -1)
-        sent = own.float() + residual if feedback else own
+    for input_tensor, output in zip(recorder.inputs, recorder.outputs, strict=True):
+        local = input_tensor.view(size, -1)
+        sent = local.float() + residual if feedback else local
         values: list[Any] = [None] * size
         dist.all_gather_object(values, sent, group=recorder.group)
-        expected = reduced([x.to(own.device) for x in values], own, rank, factor)
+        expected = expected_reduction([x.to(local.device) for x in values], local, rank, factor)
         assert torch.equal(output, expected), (output, expected)
         residual = (sent - cast(sent)).bfloat16()
 
 
 def gpt_loss(model: nn.Module, seed: int) -> Tensor:
-    """The loss on sequences in which each token follows from the one before, mostly."""
+    """The loss on sequences in which a token mostly follows from the token before."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.empty(8, CONFIG.context + 1, dtype=torch.int64)
     x[:, 0] = torch.randint(0, 64, (8,), generator=generator)
     surprise = torch.rand(8, CONFIG.context, generator=generator) < 0.1
     for t in range(CONFIG.context):
-        other = torch.randint(0, 64, (8,), generator=generator)
-        x[:, t + 1] = torch.where(surprise[:, t], other, (5 * x[:, t] + 7) % 64)
+        random_token = torch.randint(0, 64, (8,), generator=generator)
+        x[:, t + 1] = torch.where(surprise[:, t], random_token, (5 * x[:, t] + 7) % 64)
     x = x.to(next(model.parameters()).device)
     return F.cross_entropy(model(x[:, :-1]).float().flatten(0, 1), x[:, 1:].flatten())
 
@@ -112,14 +112,14 @@ def gradient(model: nn.Module) -> Tensor:
 
 
 def norm(ranks: Ranks, x: Tensor) -> float:
-    """The norm of what all ranks have together."""
+    """The norm of a tensor whose shards are on all ranks."""
     square = x.double().square().sum()
     dist.all_reduce(square)
     return square.sqrt().item()
 
 
-def check_the_arithmetic(ranks: Ranks) -> None:
-    """Of chunks that end inside a block, in all dtypes and with all ways to average."""
+def check_reduce_scatter_has_the_arithmetic_of_plain_pytorch(ranks: Ranks) -> None:
+    """The cases are chunks that end inside a block, all dtypes and all ways to average."""
     bf16, f32 = torch.bfloat16, torch.float32
     policies = [
         (MixedPrecisionPolicy(), 1 / ranks.world),
@@ -134,7 +134,7 @@ def check_the_arithmetic(ranks: Ranks) -> None:
             for module in model:
                 module.set_gradient_divide_factor(4.0)
         fp8_reduce_scatter(model, error_feedback=feedback)
-        recorders = recorded(model)
+        recorders = record_reduce_scatters(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with Collectives() as collectives:
             for step in range(3):
@@ -152,34 +152,34 @@ def check_the_arithmetic(ranks: Ranks) -> None:
 
 
 @on_ranks(4)
-def check_hybrid_sharding(ranks: Ranks) -> None:
+def check_hybrid_sharding_sends_fp8_among_shards_only(ranks: Ranks) -> None:
     if ranks.world < 4:
         return
     mesh = ranks.mesh(2, ranks.world // 2, names=("copies", "shards"))
     converted = float8lab.convert_to_float8(make_model(ranks.device))
     model, plain = (shard(copy.deepcopy(converted), mesh=mesh) for _ in range(2))
     fp8_reduce_scatter(model, error_feedback=True)
-    recorders = recorded(model)
+    recorders = record_reduce_scatters(model)
     for step in range(2):
-        for each in (model, plain):
-            each(batch(ranks, step)[1]).square().mean().backward()
+        for sharded_model in (model, plain):
+            sharded_model(batch(ranks, step)[1]).square().mean().backward()
     for recorder in recorders:
         assert dist.get_world_size(recorder.group) == ranks.world // 2
         assert_arithmetic(recorder, 2 / ranks.world, feedback=True)
-    # The all-reduce over copies is FSDP2's.
+    # FSDP2 itself runs the all-reduce over copies.
     ranks.assert_same(torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]))
     assert norm(ranks, gradient(model) - gradient(plain)) < 0.04 * norm(ranks, gradient(plain))
 
 
 @on_ranks(4)
-def check_accumulation_sends_the_sum(ranks: Ranks) -> None:
-    """Once, where FSDP2 adds up before; with feedback each time that it does not."""
+def check_gradient_accumulation_sends_the_sum_or_each_gradient(ranks: Ranks) -> None:
+    """FSDP2 sends the sum once if it adds up first, else each gradient, with error feedback."""
     results = []
     for syncs in (False, True):
         torch.manual_seed(0)
         model = shard(make_model(ranks.device), mesh=ranks.mesh())
         fp8_reduce_scatter(model, error_feedback=True)
-        recorders = recorded(model)
+        recorders = record_reduce_scatters(model)
         for step in range(4):
             model.set_requires_gradient_sync(syncs or step == 3)
             model(batch(ranks, step)[1]).square().mean().backward()
@@ -191,7 +191,7 @@ def check_accumulation_sends_the_sum(ranks: Ranks) -> None:
 
 
 def check_feedback_leaves_the_error_of_one_step(ranks: Ranks) -> None:
-    """Of the same gradient, over and over; without it every step adds the same error."""
+    """The gradient of every step is the same; without feedback every step adds the same error."""
     if ranks.world == 1:
         return  # nothing is cast
     steps, sums = 32, {}
@@ -200,7 +200,7 @@ def check_feedback_leaves_the_error_of_one_step(ranks: Ranks) -> None:
         model = shard(make_model(ranks.device), mesh=ranks.mesh())
         if kind != "plain":
             fp8_reduce_scatter(model, error_feedback=kind == "feedback")
-        for _ in range(steps):  # their gradients add up
+        for _ in range(steps):  # the gradients of all steps add up
             (model(batch(ranks, 0)[1]) - 1).square().mean().backward()
         sums[kind] = gradient(model) / steps
     size = norm(ranks, sums["plain"])
@@ -208,10 +208,10 @@ def check_feedback_leaves_the_error_of_one_step(ranks: Ranks) -> None:
     assert errors["feedback"] < 4 * errors["fp8"] / steps, errors
 
 
-def check_parameters_without_gradients(ranks: Ranks) -> None:
-    """Two of one size take turns: no error of one reaches the other, nor does that of a frozen."""
+def check_residuals_of_parameters_without_gradients_stay(ranks: Ranks) -> None:
+    """Of two layers of one size, neither gets the other's error, even if the other is frozen."""
 
-    class Either(nn.Module):
+    class ChosenLayers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.ModuleList(nn.Linear(64, 64, device=ranks.device) for _ in range(2))
@@ -222,10 +222,10 @@ def check_parameters_without_gradients(ranks: Ranks) -> None:
 
     if ranks.world == 1:
         return
-    model = Either()
+    model = ChosenLayers()
     fully_shard(model, mesh=ranks.mesh())
     reducer = fp8_reduce_scatter(model, error_feedback=True)
-    (recorder,) = recorded(model)
+    (recorder,) = record_reduce_scatters(model)
     factor = 1 / ranks.world
 
     def step(*chosen: int) -> None:
@@ -249,8 +249,8 @@ def check_parameters_without_gradients(ranks: Ranks) -> None:
     assert residual.numel() == before.numel() // 2
 
 
-def check_what_is_not_finite_arrives(ranks: Ranks) -> None:
-    """At the rank whose gradient it is; the step after is as if it had not been."""
+def check_nonfinite_gradients_arrive(ranks: Ranks) -> None:
+    """A nonfinite gradient arrives at the rank that owns it; the next step has no trace of it."""
     for value, feedback in itertools.product((torch.inf, -torch.inf, torch.nan), (False, True)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(40, 40, bias=False, device=ranks.device))
@@ -259,10 +259,10 @@ def check_what_is_not_finite_arrives(ranks: Ranks) -> None:
         x = batch(ranks, 0, width=40)[1]
         x[0, 7] = value if ranks.rank == 0 else 1.0
         model(x)[0, :].sum().backward()
-        bad = ~model[0].weight.grad.full_tensor().isfinite()
-        assert bad[:, 7].all()
-        total = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
-        assert not total.isfinite()
+        is_nonfinite = ~model[0].weight.grad.full_tensor().isfinite()
+        assert is_nonfinite[:, 7].all()
+        total_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+        assert not total_norm.isfinite()
         model.zero_grad()
         if ranks.rank == 0:
             assert not any(residual.any() for residual in reducer.state_dict().values())
@@ -270,8 +270,8 @@ def check_what_is_not_finite_arrives(ranks: Ranks) -> None:
         assert model[0].weight.grad.to_local().isfinite().all()
 
 
-def check_gradient_norm_of_a_gpt(ranks: Ranks) -> None:
-    """Within 0.1 %, at the start of training and later."""
+def check_gradient_norm_of_a_gpt_differs_by_at_most_0_1_percent(ranks: Ranks) -> None:
+    """The bound holds at the start of training and later."""
     models = [sharded_gpt(ranks) for _ in range(2)]
     fp8_reduce_scatter(models[1])
     optimizers = [torch.optim.AdamW(model.parameters(), lr=3e-3) for model in models]
@@ -279,15 +279,15 @@ def check_gradient_norm_of_a_gpt(ranks: Ranks) -> None:
         models[1].load_state_dict(models[0].state_dict())
         for model in models:
             gpt_loss(model, ranks.world * step + ranks.rank).backward()
-        exact, sent = (norm(ranks, gradient(model)) for model in models)
-        assert abs(sent / exact - 1) <= 1e-3, (step, sent / exact - 1)
+        exact_norm, fp8_norm = (norm(ranks, gradient(model)) for model in models)
+        assert abs(fp8_norm / exact_norm - 1) <= 1e-3, (step, fp8_norm / exact_norm - 1)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
 
 def losses(ranks: Ranks, seed: int, steps: int, **options: Any) -> Tensor:
-    """Losses over all ranks while a GPT trains; ``sends`` says whether gradients are in FP8."""
+    """Losses over all ranks of a GPT in training; ``sends`` says whether gradients are in FP8."""
     model = sharded_gpt(ranks, seed)
     if options.pop("sends"):
         fp8_reduce_scatter(model, **options)
@@ -304,8 +304,8 @@ def losses(ranks: Ranks, seed: int, steps: int, **options: Any) -> Tensor:
 
 
 @slow_check
-def check_losses_of_a_gpt(ranks: Ranks) -> None:
-    """Over three seeds the gap to float32 is smaller than that between two seeds."""
+def check_losses_of_a_gpt_differ_less_than_those_of_seeds(ranks: Ranks) -> None:
+    """The mean gap to float32 over three seeds is below the deviation between seeds."""
     if ranks.world != 2:
         return
     kinds = {
@@ -313,25 +313,25 @@ def check_losses_of_a_gpt(ranks: Ranks) -> None:
         "fp8": {"sends": True},
         "feedback": {"sends": True, "error_feedback": True},
     }
-    ends = {
+    final_losses = {
         kind: torch.stack([losses(ranks, seed, 100, **options)[-20:].mean() for seed in range(3)])
         for kind, options in kinds.items()
     }
-    spread = ends["plain"].std()
+    deviation = final_losses["plain"].std()
     for kind in ("fp8", "feedback"):
-        gaps = ends[kind] - ends["plain"]
-        assert gaps.mean().abs() < spread, (ends, gaps)
+        gaps = final_losses[kind] - final_losses["plain"]
+        assert gaps.mean().abs() < deviation, (final_losses, gaps)
 
 
-def check_resume_is_bitwise(ranks: Ranks) -> None:
-    """Through DCP, and by hand; a rank's residuals are its own."""
+def check_training_resumes_bit_for_bit(ranks: Ranks) -> None:
+    """The state is saved through DCP and by hand; each rank has residuals of its own."""
 
     def make(seed: int) -> tuple[nn.Module, Any, Any]:
         model = sharded_gpt(ranks, seed)
         reducer = fp8_reduce_scatter(model, error_feedback=True)
         return model, reducer, torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def go_on(model: nn.Module, optimizer: Any, steps: range) -> Tensor:
+    def continue_training(model: nn.Module, optimizer: Any, steps: range) -> Tensor:
         for step in steps:
             gpt_loss(model, ranks.world * step + ranks.rank).backward()
             optimizer.step()
@@ -341,30 +341,30 @@ def check_resume_is_bitwise(ranks: Ranks) -> None:
     path: list[Any] = [str(ranks.tmp_path / "saved")]
     dist.broadcast_object_list(path)
     model, reducer, optimizer = make(0)
-    go_on(model, optimizer, range(3))
+    continue_training(model, optimizer, range(3))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, about its formats
+        warnings.simplefilter("ignore")  # torch's own warnings, about its formats
         dcp.save({"model": model.state_dict(), "reducer": reducer}, checkpoint_id=path[0])
         saved = copy.deepcopy(reducer.state_dict())
-        ends = {"": go_on(model, optimizer, range(3, 6))}
+        parameters = {"": continue_training(model, optimizer, range(3, 6))}
         for kind in ("DCP", "by hand", "lost"):
-            other, reducer, optimizer = make(1)
-            state = {"model": other.state_dict()} | ({"reducer": reducer} if kind == "DCP" else {})
+            second, reducer, optimizer = make(1)
+            state = {"model": second.state_dict()} | ({"reducer": reducer} if kind == "DCP" else {})
             dcp.load(state, checkpoint_id=path[0])
-            other.load_state_dict(state["model"])
+            second.load_state_dict(state["model"])
             if kind == "by hand":
                 reducer.load_state_dict(saved)
-            ends[kind] = go_on(other, optimizer, range(3, 6))
-    assert torch.equal(ends[""], ends["DCP"])
-    assert torch.equal(ends[""], ends["by hand"])
-    assert ranks.world == 1 or not torch.equal(ends[""], ends["lost"])
+            parameters[kind] = continue_training(second, optimizer, range(3, 6))
+    assert torch.equal(parameters[""], parameters["DCP"])
+    assert torch.equal(parameters[""], parameters["by hand"])
+    assert ranks.world == 1 or not torch.equal(parameters[""], parameters["lost"])
     if ranks.world > 1:
         for wrong in ({}, {k: v[:, 1:] for k, v in reducer.state_dict().items()}):
             with pytest.raises(ValueError, match="state must have the names and shapes"):
                 reducer.load_state_dict(wrong)
 
 
-def check_undone(ranks: Ranks) -> None:
+def check_remove_restores_the_reduce_scatter_of_fsdp(ranks: Ranks) -> None:
     model = shard(make_model(ranks.device), mesh=ranks.mesh())
     reducer = float8lab.distributed.fp8_reduce_scatter(model)
     assert reducer.state_dict() == {}
@@ -375,8 +375,8 @@ def check_undone(ranks: Ranks) -> None:
     assert ranks.world == 1 or len(collectives.of("reduce_scatter")) == len(model)
 
 
-def check_modules_sharded_together(ranks: Ranks) -> None:
-    """They are one parameter group, and a parameter group has one residual."""
+def check_modules_sharded_together_have_one_residual(ranks: Ranks) -> None:
+    """Modules sharded together are one parameter group, and a parameter group has one residual."""
     model = make_model(ranks.device)
     fully_shard([model[0], model[1]], mesh=ranks.mesh())
     fully_shard(model, mesh=ranks.mesh())
@@ -387,7 +387,7 @@ def check_modules_sharded_together(ranks: Ranks) -> None:
     assert all(residual.any() for residual in residuals.values())
 
 
-def check_float64_is_refused(ranks: Ranks) -> None:
+def check_float64_gradients_raise(ranks: Ranks) -> None:
     if ranks.world == 1:
         return
     model = fully_shard(nn.Linear(8, 8, device=ranks.device).double(), mesh=ranks.mesh())
@@ -397,9 +397,9 @@ def check_float64_is_refused(ranks: Ranks) -> None:
         loss.backward()
 
 
-def test_a_model_that_is_not_sharded():
+def test_model_that_is_not_sharded_raises():
     with pytest.raises(ValueError, match="model must be sharded; got a module of Linear"):
         fp8_reduce_scatter(nn.Linear(2, 2))
 
 
-test_ranks = each_check(__name__, 1, 2, 4)
+test_on_ranks = each_check(__name__, 1, 2, 4)

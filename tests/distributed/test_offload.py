@@ -1,7 +1,7 @@
-"""CPU offload: the numbers without it, bit for bit; what moves, what stays, and when.
+"""CPU offload: results are bitwise those without it; which tensors move, which stay, and when.
 
-On a CPU a move is a copy on streams that do nothing: ``moving`` turns that on, with every size of
-storage, so that the bookkeeping is tested without a GPU.
+On a CPU a move is a copy on streams that do nothing. The fixture ``moves_on_cpu`` turns moves on,
+for storages of every size, so that the bookkeeping is tested without a GPU.
 """
 
 import copy
@@ -23,13 +23,13 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.ke
 
 
 @pytest.fixture
-def moving(monkeypatch):
+def moves_on_cpu(monkeypatch):
     monkeypatch.setattr(offload, "DEVICES", ("cuda", "cpu"))
     monkeypatch.setattr(offload, "SMALL", 1)
 
 
 class Layer(nn.Module):
-    """A transformer layer in small: norm, two linears, a residual, views and an in-place op."""
+    """A small transformer layer: norm, two linears, a residual, views and an in-place op."""
 
     def __init__(self, width=32, device="cpu"):
         super().__init__()
@@ -49,19 +49,19 @@ def make_model(layers=4, width=32, device="cpu"):
     return nn.ModuleList([Layer(width, device) for _ in range(layers)])
 
 
-NOTHING = (nullcontext(), lambda x=None: x)
+NO_OFFLOAD = (nullcontext(), lambda x=None: x)
 
 
-def forward(model, x, recipe=None, pair=NOTHING, around="layer"):
+def forward(model, x, recipe=None, pair=NO_OFFLOAD, usage="layer"):
     context, synchronize = pair
     with (
         float8lab.autocast(enabled=recipe is not None, recipe=recipe),
-        context if around == "model" else nullcontext(),
+        context if usage == "model" else nullcontext(),
     ):
         for layer in model:
-            with context if around == "layer" else nullcontext():
+            with context if usage == "layer" else nullcontext():
                 x = layer(x)
-            if around == "no argument":
+            if usage == "no argument":
                 synchronize()
             else:
                 x = synchronize(x)
@@ -72,22 +72,22 @@ def batch(seed=0, width=32, device="cpu"):
     return torch.randn(6, width, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def train(model, pair, recipe=None, steps=3, around="layer", width=32, device="cpu"):
+def train(model, pair, recipe=None, steps=3, usage="layer", width=32, device="cpu"):
     results = []
     for seed in range(steps):
         model.zero_grad()
         x = batch(seed, width, device).requires_grad_()
-        forward(model, x, recipe, pair, around).square().sum().backward()
+        forward(model, x, recipe, pair, usage).square().sum().backward()
         results += [x.grad, *(p.grad.clone() for p in model.parameters())]
     return results
 
 
-def same(a, b):
+def all_equal(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-class Watch:
-    """Counts what is copied out and in."""
+class MoveRecorder:
+    """Records the sizes of tensors that are copied out and back."""
 
     def __init__(self, monkeypatch):
         self.out, self.back = [], []
@@ -106,31 +106,31 @@ class Watch:
 
 
 @pytest.fixture
-def watch(moving, monkeypatch):
-    return Watch(monkeypatch)
+def moves(moves_on_cpu, monkeypatch):
+    return MoveRecorder(monkeypatch)
 
 
 @each_recipe
-@pytest.mark.parametrize("around", ["layer", "model", "no argument"])
-def test_numbers_are_the_same(recipe, around, watch):
+@pytest.mark.parametrize("usage", ["layer", "model", "no argument"])
+def test_gradients_equal_those_without_offload(recipe, usage, moves):
     model = make_model()
-    plain = train(copy.deepcopy(model), NOTHING, recipe)
+    plain = train(copy.deepcopy(model), NO_OFFLOAD, recipe)
     pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=4)
-    offloaded = train(model, pair, recipe, around="layer" if around == "layer" else around)
-    if around != "no argument":
-        assert watch.back
-    assert same(plain, offloaded)
+    offloaded = train(model, pair, recipe, usage="layer" if usage == "layer" else usage)
+    if usage != "no argument":
+        assert moves.back
+    assert all_equal(plain, offloaded)
 
 
 @each_recipe
-def test_numbers_on_a_cpu_as_it_is(recipe):
+def test_gradients_on_a_cpu_without_moves_are_equal(recipe):
     model = make_model()
-    plain = train(copy.deepcopy(model), NOTHING, recipe)
+    plain = train(copy.deepcopy(model), NO_OFFLOAD, recipe)
     pair = float8lab.get_cpu_offload_context(enabled=True)  # all other defaults
-    assert same(plain, train(model, pair, recipe))
+    assert all_equal(plain, train(model, pair, recipe))
 
 
-def test_disabled_is_nothing():
+def test_disabled_offload_does_nothing():
     context, synchronize = float8lab.get_cpu_offload_context()
     assert isinstance(context, nullcontext)
     x = torch.ones(3)
@@ -138,7 +138,7 @@ def test_disabled_is_nothing():
     assert synchronize() is None
 
 
-def test_arguments_are_checked():
+def test_wrong_arguments_raise():
     get = float8lab.get_cpu_offload_context
     with pytest.raises(ValueError, match="offload_activations or offload_weights must be True"):
         get(enabled=True, offload_activations=False, offload_weights=False)
@@ -146,7 +146,7 @@ def test_arguments_are_checked():
         get(enabled=True, num_layers=0)
     with pytest.raises(ValueError, match="model_layers must be at least num_layers 4; got 3"):
         get(enabled=True, num_layers=4, model_layers=3)
-    # The order of Transformer Engine 1.10 and later, with the model's layers as third argument.
+    # The order of Transformer Engine 1.10 and later: the third argument is the model's layers.
     with pytest.raises(ValueError, match="model_layers must be at least num_layers 4; got 3"):
         get(True, 4, 3, True, False)
     with pytest.raises(ValueError, match="offload_activations or offload_weights must be True"):
@@ -156,7 +156,7 @@ def test_arguments_are_checked():
         get(True, 4, 5, True, False, 7)
     with pytest.raises(TypeError, match="positional arguments"):
         get(True, 4, 5, True, False, True, True)
-    # The order before, without them.
+    # The order of earlier versions, without that argument.
     with pytest.raises(ValueError, match="offload_activations or offload_weights must be True"):
         get(True, 4, False, False)
     with pytest.raises(TypeError, match="offload_activations must be"):
@@ -183,64 +183,64 @@ def test_arguments_are_taken_in_both_orders(args, kwargs, expected):
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 9])
-def test_num_layers_are_released_and_come_back_a_layer_ahead(num_layers, watch):
+def test_num_layers_are_released_and_loaded_a_layer_ahead(num_layers, moves):
     model = make_model()
     pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=num_layers)
-    began = []  # loads that had happened when each layer's backward began, the last layer's first
+    loads_before = []  # loads before each layer's backward, from the last layer on
     for layer in model:
-        layer.register_full_backward_pre_hook(lambda *_: began.append(len(watch.back)))
+        layer.register_full_backward_pre_hook(lambda *_: loads_before.append(len(moves.back)))
     y = forward(model, batch().requires_grad_(), pair=pair)
-    per_layer = len(watch.out) // min(num_layers, 4)
+    per_layer = len(moves.out) // min(num_layers, 4)
     assert per_layer > 5
-    assert watch.back == []
+    assert moves.back == []
     y.sum().backward()
-    released = min(num_layers, 3)  # the last layer never is: no layer follows it
-    assert len(watch.back) == released * per_layer
-    assert began == [max(0, released - layer) * per_layer for layer in (3, 2, 1, 0)]
+    released = min(num_layers, 3)  # the last layer is never released, since no layer follows it
+    assert len(moves.back) == released * per_layer
+    assert loads_before == [max(0, released - layer) * per_layer for layer in (3, 2, 1, 0)]
 
 
-def test_parameters_and_small_tensors_stay(moving, monkeypatch):
+def test_parameters_and_small_tensors_stay_on_the_device(moves_on_cpu, monkeypatch):
     model = make_model(1)
-    kept = []
-    keep = offload._Kept.__init__
+    kept_tensors = []
+    original_init = offload._Kept.__init__
 
-    def watched(self, x, layer):
-        kept.append(x)
-        keep(self, x, layer)
+    def recording_init(self, x, layer):
+        kept_tensors.append(x)
+        original_init(self, x, layer)
 
-    monkeypatch.setattr(offload._Kept, "__init__", watched)
+    monkeypatch.setattr(offload._Kept, "__init__", recording_init)
     context, _ = float8lab.get_cpu_offload_context(enabled=True)
     storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
     with context:
         model[0](batch().requires_grad_())
-    assert kept
-    assert all(x.untyped_storage().data_ptr() in storages for x in kept)
-    kept.clear()
+    assert kept_tensors
+    assert all(x.untyped_storage().data_ptr() in storages for x in kept_tensors)
+    kept_tensors.clear()
     monkeypatch.setattr(offload, "SMALL", 10**9)
     with context:
         model[0](batch().requires_grad_())
-    sizes = {tuple(x.shape) for x in kept}
+    sizes = {tuple(x.shape) for x in kept_tensors}
     assert (6, 32) in sizes  # an activation
 
 
 @pytest.mark.parametrize(
     ("activations", "weights"), [(True, True), (True, False), (False, True)], ids=str
 )
-def test_activations_and_casts_of_weights(activations, weights, watch):
+def test_options_select_activations_and_casts_of_weights(activations, weights, moves):
     layer = float8lab.Linear(64, 128, device="cpu")
     context, _ = float8lab.get_cpu_offload_context(
         enabled=True, offload_activations=activations, offload_weights=weights
     )
     x = torch.randn(32, 64, requires_grad=True)
-    weight = 2.0 * layer.weight  # nobody has it in backward: its cast is kept
+    weight = 2.0 * layer.weight  # nothing keeps it for backward, so its cast is saved
     with context, float8lab.autocast(recipe=RECIPES["current"]):
         torch.func.functional_call(layer, {"weight": weight}, (x,))
-    sizes = {s for s in watch.out if s > 4}  # but for scales
+    sizes = {s for s in moves.out if s > 4}  # without scales
     assert sizes == ({32 * 64} if activations else set()) | ({128 * 64} if weights else set())
 
 
 @pytest.mark.parametrize("kind", ["parameter", "stored", "microbatch", "rowwise"])
-def test_weights_that_live_on_stay(kind, watch):
+def test_weights_that_outlive_the_step_stay(kind, moves):
     with float8lab.fp8_model_init(enabled=kind == "stored"):
         layer = float8lab.Linear(64, 128, device="cpu")
     context, _ = float8lab.get_cpu_offload_context(enabled=True)
@@ -251,24 +251,24 @@ def test_weights_that_live_on_stay(kind, watch):
         y = layer(x, is_first_microbatch=first)
         if kind == "microbatch":
             y = y + layer(x, is_first_microbatch=False)
-    assert 128 * 64 not in watch.out
-    assert 32 * 64 in watch.out  # FP8: a byte for each element of x
+    assert 128 * 64 not in moves.out
+    assert 32 * 64 in moves.out  # FP8: a byte for each element of x
     y.sum().backward()
     assert layer.weight.grad is not None
 
 
-def test_tensors_that_share_a_storage_move_once(watch):
+def test_tensors_that_share_a_storage_move_once(moves):
     context, synchronize = float8lab.get_cpu_offload_context(enabled=True, num_layers=9)
     x = torch.randn(8, 16, requires_grad=True)
     with context:
         y = x.exp()  # saves its output
         a, b = y.chunk(2, 1)
         z = (a * b).sum() + (y.t() * y.t()).sum() + y[::2, 1::3].square().sum()
-    assert watch.out == [y.untyped_storage().nbytes()]
+    assert moves.out == [y.untyped_storage().nbytes()]
     for _ in range(3):
         synchronize()
     z.backward()
-    assert watch.back == watch.out
+    assert moves.back == moves.out
     y = x.detach().exp().requires_grad_()
     a, b = y.chunk(2, 1)
     ((a * b).sum() + (y.t() * y.t()).sum() + y[::2, 1::3].square().sum()).backward()
@@ -276,7 +276,7 @@ def test_tensors_that_share_a_storage_move_once(watch):
 
 
 class Save(torch.autograd.Function):
-    """Saves ``x``; backward appends what it gets of it to ``back``."""
+    """Saves ``x``; backward appends the saved tensor to ``back``."""
 
     @staticmethod
     def forward(ctx, y, x, back):
@@ -290,7 +290,7 @@ class Save(torch.autograd.Function):
         return grad, None, None
 
 
-def raw(x):
+def bytes_of(x):
     return x.contiguous().reshape(-1).view(torch.uint8).tolist() if x.numel() else []
 
 
@@ -300,7 +300,7 @@ def raw(x):
     ids=str,
 )
 @pytest.mark.parametrize("layout", ["whole", "strided", "odd", "scalar", "empty"])
-def test_every_dtype_and_layout_comes_back(dtype, layout, watch):
+def test_tensors_of_every_dtype_and_layout_come_back(dtype, layout, moves):
     x = (4 * torch.randn(9, 7)).to(dtype)
     x = {
         "whole": x, "strided": x.t()[1::2, 2:], "odd": x.reshape(-1)[1:4], "scalar": x[2, 3],
@@ -314,19 +314,19 @@ def test_every_dtype_and_layout_comes_back(dtype, layout, watch):
         synchronize(y)
     y.backward()
     (result,) = back
-    assert watch.back == [9 * 7 * dtype.itemsize]
+    assert moves.back == [9 * 7 * dtype.itemsize]
     assert (result.dtype, result.shape, result.stride()) == (dtype, x.shape, x.stride())
     assert result.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-    assert raw(result) == raw(x)
+    assert bytes_of(result) == bytes_of(x)
 
 
-def test_float8_tensors_travel_in_their_parts(watch):
+def test_float8_tensors_move_by_their_inner_tensors(moves):
     context, synchronize = float8lab.get_cpu_offload_context(enabled=True)
     x = float8lab.quantize(torch.randn(32, 64), block=(1, 32))
     w = torch.randn(16, 64, requires_grad=True)
     with context, float8lab.fallback("silent"):
         y = x @ w.t()
-    assert 32 * 64 in watch.out  # bytes
+    assert 32 * 64 in moves.out  # bytes
     for _ in range(2):
         y = synchronize(y)
     with float8lab.fallback("silent"):
@@ -337,46 +337,46 @@ def test_float8_tensors_travel_in_their_parts(watch):
     assert torch.equal(w.grad, plain.grad)
 
 
-def test_no_grad_evaluation_between_steps_changes_nothing(watch):
+def test_no_grad_evaluation_between_steps_changes_nothing(moves):
     model = make_model()
     pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=2)
     forward(model, batch().requires_grad_(), pair=pair).sum().backward()
-    moved = len(watch.out)
+    moved = len(moves.out)
     with torch.no_grad():
         forward(model, batch(), pair=pair)
-    assert len(watch.out) == moved
+    assert len(moves.out) == moved
     forward(model, batch().requires_grad_(), pair=pair).sum().backward()
-    assert len(watch.out) == 2 * moved
+    assert len(moves.out) == 2 * moved
 
 
 @pytest.mark.parametrize("model_layers", [None, 4])
-def test_several_forwards_before_their_backward(model_layers, watch):
+def test_several_forwards_before_their_backwards_keep_the_gradients(model_layers, moves):
     model = make_model()
     twin = copy.deepcopy(model)
     pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=3, model_layers=model_layers)
     for _ in range(2):
-        watch.out.clear()
+        moves.out.clear()
         xs = [batch(i).requires_grad_() for i in range(3)]
         ys = [forward(model, x, RECIPES["current"], pair) for x in xs]
-        of_one_pass = 3 * (len(watch.out) // (9 if model_layers else 3))
-        assert len(watch.out) == of_one_pass * (3 if model_layers else 1)
+        moves_of_one_pass = 3 * (len(moves.out) // (9 if model_layers else 3))
+        assert len(moves.out) == moves_of_one_pass * (3 if model_layers else 1)
         for y in ys:  # in the order of a pipeline
             y.square().sum().backward()
     plain = [batch(i).requires_grad_() for i in range(3)]
     for _ in range(2):
         for y in [forward(twin, x, RECIPES["current"]) for x in plain]:
             y.square().sum().backward()
-    assert same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+    assert all_equal([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non"])
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("inside", [True, False], ids=["context-inside", "context-outside"])
-def test_with_checkpoint(use_reentrant, inside, watch):
+def test_checkpoint_inside_or_around_the_context_keeps_the_gradients(use_reentrant, inside, moves):
     model = make_model()
     twin = copy.deepcopy(model)
     context, synchronize = float8lab.get_cpu_offload_context(enabled=True, num_layers=4)
 
-    def inner(layer, x):
+    def offloaded_layer(layer, x):
         with context:
             return layer(x)
 
@@ -387,7 +387,7 @@ def test_with_checkpoint(use_reentrant, inside, watch):
                     x = layer(x)
                 elif inside:
                     x = synchronize(
-                        float8lab.checkpoint(inner, layer, x, use_reentrant=use_reentrant)
+                        float8lab.checkpoint(offloaded_layer, layer, x, use_reentrant=use_reentrant)
                     )
                 else:
                     with context:
@@ -402,43 +402,43 @@ def test_with_checkpoint(use_reentrant, inside, watch):
         step(model, x, pair=context)
         step(twin, x2, pair=None)
         assert torch.equal(x.grad, x2.grad)
-        assert same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
-    if not inside:  # what a checkpoint keeps, the layer's input, is what moves
-        assert set(watch.out) == {6 * 32 * 4}
+        assert all_equal([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+    if not inside:  # a checkpoint saves the layer's input, and only that moves
+        assert set(moves.out) == {6 * 32 * 4}
 
 
-def test_backward_twice_through_a_kept_graph(watch):
+def test_second_backward_through_a_retained_graph_is_equal(moves):
     model = make_model()
     pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=4)
     x = batch().requires_grad_()
     y = forward(model, x, pair=pair).sum()
-    (once,) = torch.autograd.grad(y, x, retain_graph=True)
-    (twice,) = torch.autograd.grad(y, x)
-    assert torch.equal(once, twice)
+    (first_grad,) = torch.autograd.grad(y, x, retain_graph=True)
+    (second_grad,) = torch.autograd.grad(y, x)
+    assert torch.equal(first_grad, second_grad)
 
 
-@pytest.mark.parametrize("what", ["parameter", "activation"])
-@pytest.mark.parametrize("when", ["before release", "after release"])
-def test_changes_in_place_are_errors_as_without_offload(what, when, watch):
+@pytest.mark.parametrize("changed", ["parameter", "activation"])
+@pytest.mark.parametrize("moment", ["before release", "after release"])
+def test_in_place_changes_raise_unless_the_tensor_was_copied_before(changed, moment, moves):
     context, synchronize = float8lab.get_cpu_offload_context(enabled=True, num_layers=9)
     w = nn.Parameter(torch.randn(8, 8))
     x = torch.randn(8, 8, requires_grad=True)
     with context:
         h = x * 2
         y = (h @ w).sum()
-    if when == "after release":
+    if moment == "after release":
         synchronize(), synchronize()
     with torch.no_grad():
-        (w if what == "parameter" else h).add_(1.0)
-    if what == "activation" and when == "after release":
-        y.backward()  # the copy is what it was
+        (w if changed == "parameter" else h).add_(1.0)
+    if changed == "activation" and moment == "after release":
+        y.backward()  # the copy has the value from before the change
         assert torch.equal(w.grad, (2 * x.detach()).t() @ torch.ones(8, 8))
         return
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
 
 
-def test_a_storage_that_changes_between_two_uses_moves_twice(watch):
+def test_storage_that_changes_between_two_uses_moves_twice(moves):
     context, synchronize = float8lab.get_cpu_offload_context(enabled=True, num_layers=9)
     buffer, back = torch.zeros(4), []
     y = torch.ones(1, requires_grad=True)
@@ -450,11 +450,11 @@ def test_a_storage_that_changes_between_two_uses_moves_twice(watch):
         y = Save.apply(y, buffer[2:], back)
     synchronize(), synchronize()
     y.backward()
-    assert watch.out == [16, 16]
+    assert moves.out == [16, 16]
     assert [x.tolist() for x in back] == [[2, 2], [1, 1]]
 
 
-def test_nothing_outlives_its_graph(moving):
+def test_moved_tensors_do_not_outlive_their_graph(moves_on_cpu):
     model = make_model()
     pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=4)
     gc.disable()
@@ -472,7 +472,7 @@ def test_nothing_outlives_its_graph(moving):
         gc.enable()
 
 
-def test_released_memory_is_free(moving, monkeypatch):
+def test_released_layers_free_their_memory(moves_on_cpu, monkeypatch):
     pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=4)
     storages = []
     store = offload._Lanes.store
@@ -492,10 +492,10 @@ def test_released_memory_is_free(moving, monkeypatch):
         alive.append(sum(not s.expired() for s in storages))
     per_layer = len(storages) / 4
     assert alive[0] == pytest.approx(per_layer, abs=2)
-    assert all(n < per_layer + 3 for n in alive)  # the newest layer's, and its input
+    assert all(n < per_layer + 3 for n in alive)  # the tensors of the newest layer, and its input
 
 
-def test_an_exception_in_forward(watch):
+def test_exception_in_forward_leaves_no_hook(moves):
     model = make_model()
     pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=4)
 
@@ -507,20 +507,20 @@ def test_an_exception_in_forward(watch):
     with pytest.raises(ArithmeticError):
         broken()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    plain = train(copy.deepcopy(model), NOTHING)
-    assert same(plain, train(model, pair))
+    plain = train(copy.deepcopy(model), NO_OFFLOAD)
+    assert all_equal(plain, train(model, pair))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_a_compiled_layer_inside(watch):
+def test_compiled_layers_keep_the_gradients(moves):
     model = make_model(3)
     recipe = RECIPES["current"]
-    plain = train(copy.deepcopy(model), NOTHING, recipe, steps=2)
+    plain = train(copy.deepcopy(model), NO_OFFLOAD, recipe, steps=2)
     for layer in model:
         layer.compile(fullgraph=True, backend="aot_eager")
     pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=3)
-    assert same(plain, train(model, pair, recipe, steps=2))
-    assert watch.back
+    assert all_equal(plain, train(model, pair, recipe, steps=2))
+    assert moves.back
 
 
 WIDTH = 2048
@@ -530,9 +530,9 @@ TOKENS = 4096
 def gpu_step(model, pair, recipe):
     x = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     y = forward(model, x, recipe, pair)
-    held = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     y.float().square().mean().backward()
-    return x.grad, held
+    return x.grad, allocated
 
 
 def big_model(layers=6):
@@ -541,48 +541,50 @@ def big_model(layers=6):
 
 @pytest.mark.gpu
 @each_recipe
-def test_numbers_on_a_gpu(recipe):
+def test_gradients_on_a_gpu_equal_those_without_offload(recipe):
     model = big_model(4)
     twin = copy.deepcopy(model)
     pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=3)
     for seed in range(3):
-        for m, p in ((model, pair), (twin, NOTHING)):
+        for m, p in ((model, pair), (twin, NO_OFFLOAD)):
             torch.manual_seed(seed)
             m.zero_grad()
             grad, _ = gpu_step(m, p, recipe)
             m.input_grad = grad
         assert torch.equal(model.input_grad, twin.input_grad)
-        assert same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+        assert all_equal([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", [None, RECIPES["current"]], ids=["bf16", "current"])
 @pytest.mark.parametrize("num_layers", [3, 6])
-def test_peak_memory_falls_by_what_is_predicted(recipe, num_layers, monkeypatch):
-    watch = Watch(monkeypatch)
+def test_peak_memory_falls_by_the_released_layers(recipe, num_layers, monkeypatch):
+    moves = MoveRecorder(monkeypatch)
     model = big_model()
-    peaks, held = {}, {}
+    peaks, allocated = {}, {}
     for name, pair in (
-        ("plain", NOTHING),
+        ("plain", NO_OFFLOAD),
         ("offloaded", float8lab.get_cpu_offload_context(enabled=True, num_layers=num_layers)),
     ):
         for _ in range(2):
-            model.zero_grad(set_to_none=False)  # gradients are part of both peaks, all the time
-            watch.out.clear()
+            model.zero_grad(set_to_none=False)  # gradients are part of both peaks
+            moves.out.clear()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            _, held[name] = gpu_step(model, pair, recipe)
+            _, allocated[name] = gpu_step(model, pair, recipe)
             torch.cuda.synchronize()
             peaks[name] = torch.cuda.max_memory_allocated()
-    layer = sum(watch.out) / num_layers
-    # Forward ends with the last layer unreleased; two layers are on the device at the peak.
-    away = num_layers - (num_layers == 6)
-    assert held["plain"] - held["offloaded"] == pytest.approx(away * layer, abs=0.25 * layer)
-    assert peaks["plain"] - peaks["offloaded"] >= (away - 1.25) * layer
+    layer = sum(moves.out) / num_layers
+    # The last layer is not released in forward; two layers are on the device at the peak.
+    released = num_layers - (num_layers == 6)
+    assert allocated["plain"] - allocated["offloaded"] == pytest.approx(
+        released * layer, abs=0.25 * layer
+    )
+    assert peaks["plain"] - peaks["offloaded"] >= (released - 1.25) * layer
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore")  # the profiler's own, which differ between versions
+@pytest.mark.filterwarnings("ignore")  # warnings of the profiler itself differ between versions
 def test_copies_overlap_with_compute():
     model = big_model()
     pair = float8lab.get_cpu_offload_context(enabled=True, num_layers=5)
@@ -599,10 +601,13 @@ def test_copies_overlap_with_compute():
         if e.device_type == torch.autograd.DeviceType.CUDA
     ]
     kernels = [(a, b) for name, a, b in spans if not name.startswith(("Memcpy", "Memset"))]
-    ways = [[(a, b) for name, a, b in spans if way in name] for way in ("DtoH", "HtoD")]
-    assert all(sum(b - a > 20 for a, b in copies) >= 10 for copies in ways)  # microseconds
-    # On one stream no copy would begin before the kernel before it ends. How much time they share
-    # depends on what else the GPU does.
-    for copies in ways:
-        beside = sum(any(max(a, c) < min(b, d) for c, d in kernels) for a, b in copies)
-        assert beside >= 2, (beside, len(copies))
+    copies_by_direction = [
+        [(a, b) for name, a, b in spans if direction in name] for direction in ("DtoH", "HtoD")
+    ]
+    # Microseconds.
+    assert all(sum(b - a > 20 for a, b in copies) >= 10 for copies in copies_by_direction)
+    # On one stream, a copy would begin only after the kernel before it ends. How much time copies
+    # and kernels share depends on what else the GPU does.
+    for copies in copies_by_direction:
+        overlapping = sum(any(max(a, c) < min(b, d) for c, d in kernels) for a, b in copies)
+        assert overlapping >= 2, (overlapping, len(copies))

@@ -1,4 +1,4 @@
-"""GEMMs beside copies between ranks: the bytes of collectives that come before or after them."""
+"""GEMMs that overlap copies between ranks give the bytes of separate collectives."""
 
 import itertools
 from collections.abc import Sequence
@@ -48,34 +48,34 @@ class FileWindow(overlap.Window):
         return self.memories[rank][place : place + nbytes].view(dtype).view(shape)
 
 
-def on_ranks_that_see_each_other(ranks: Ranks) -> Any:
-    """The process group, with a window."""
+def group_with_window(ranks: Ranks) -> Any:
+    """The process group, with a window of the memory of all ranks."""
     if ranks.device.type == "cpu":
         overlap.Window.of_groups[dist.group.WORLD] = FileWindow(ranks, 1 << 20)
     return dist.group.WORLD
 
 
 def operands(ranks: Ranks, kind: str, K: int, seed: int) -> tuple[list[Any], list[Any]]:
-    """``a``, with ``ROWS`` rows of each rank, and ``b``; each with scales and block."""
+    """``a``, which has ``ROWS`` rows of each rank, and ``b``; each as data, scales and block."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    quantized = []
     for rows, block in zip((ROWS * ranks.world, N), BLOCKS[kind], strict=True):
         x = torch.randn(rows, K, generator=generator).bfloat16().to(ranks.device)
         q, scale, *_ = quantize_blocks(x, Float8Spec(E4M3, block, "fp32"))
-        found.append([q, by_column(scale) if block[0] == 1 else scale, block])
-    return found[0], found[1]
+        quantized.append([q, column_major(scale) if block[0] == 1 else scale, block])
+    return quantized[0], quantized[1]
 
 
-def by_column(scale: Tensor) -> Tensor:
-    """The scales as casts for GEMMs return them."""
+def column_major(scale: Tensor) -> Tensor:
+    """The scales in the layout that casts for GEMMs return."""
     return scale.t().contiguous().t()
 
 
 def rows_of(a: list[Any], start: int, count: int) -> list[Any]:
-    """Of an operand, as a rank has them that has no others."""
+    """Rows of an operand, as a rank has them that has no other rows."""
     q, scale, block = a
     if block[0] == 1:
-        scale = by_column(scale[start : start + count])
+        scale = column_major(scale[start : start + count])
     return [q[start : start + count].contiguous(), scale, block]
 
 
@@ -91,76 +91,80 @@ def mm_scatter(group: Any, a: list[Any], b: list[Any], **options: Any) -> list[T
     return overlap.mm_scatter(operands, *blocks, torch.bfloat16, False, group.group_name, also)
 
 
-def check_the_bytes_of_an_all_gather(ranks: Ranks, *, see: bool = True) -> None:
-    group = on_ranks_that_see_each_other(ranks) if see else dist.group.WORLD
+def check_gather_mm_has_the_bytes_of_an_all_gather(
+    ranks: Ranks, *, has_window: bool = True
+) -> None:
+    group = group_with_window(ranks) if has_window else dist.group.WORLD
     for kind in BLOCKS:
-        for more in (False, True):
+        for has_extras in (False, True):
             a, b = operands(ranks, kind, 256, 0)
-            parts = [rows_of(a, ROWS * rank, ROWS) for rank in range(ranks.world)]
-            bias = [torch.randn(N, device=ranks.device).bfloat16()] * more
+            shards = [rows_of(a, ROWS * rank, ROWS) for rank in range(ranks.world)]
+            bias = [torch.randn(N, device=ranks.device).bfloat16()] * has_extras
             extra = torch.full((3, 5), ranks.rank, dtype=torch.uint8, device=ranks.device)
-            also = [extra, parts[ranks.rank][0].t().contiguous()] * more
-            y, whole, scale, *gathered = gather_mm(
-                group, parts[ranks.rank], b, also=also, bias=bias
+            also = [extra, shards[ranks.rank][0].t().contiguous()] * has_extras
+            y, full_data, scale, *gathered = gather_mm(
+                group, shards[ranks.rank], b, also=also, bias=bias
             )
             want = [
-                scaled_mm_op(*part, *b, bias[0] if more else None, torch.bfloat16, False)
-                for part in parts
+                scaled_mm_op(*shard, *b, bias[0] if has_extras else None, torch.bfloat16, False)
+                for shard in shards
             ]
             assert torch.equal(y, torch.cat(want))
-            assert torch.equal(whole.view(torch.uint8), a[0].view(torch.uint8))
+            assert torch.equal(full_data.view(torch.uint8), a[0].view(torch.uint8))
             assert torch.equal(scale, a[1])
             assert scale.stride() == a[1].stride()
-            if more:
+            if has_extras:
                 assert gathered[0][:, 0, 0].tolist() == list(range(ranks.world))
-                turned = torch.stack([part[0].t() for part in parts])
-                assert torch.equal(gathered[1].view(torch.uint8), turned.view(torch.uint8))
+                transposed = torch.stack([shard[0].t() for shard in shards])
+                assert torch.equal(gathered[1].view(torch.uint8), transposed.view(torch.uint8))
 
 
-def check_the_sums_of_a_reduce_scatter(ranks: Ranks, *, cut: bool = True, see: bool = True) -> None:
-    group = on_ranks_that_see_each_other(ranks) if see else dist.group.WORLD
+def check_mm_scatter_has_the_sums_of_a_reduce_scatter(
+    ranks: Ranks, *, cuts_rows: bool = True, has_window: bool = True
+) -> None:
+    group = group_with_window(ranks) if has_window else dist.group.WORLD
     for kind in BLOCKS:
         all_operands = [operands(ranks, kind, 256, r) for r in range(ranks.world)]
-        also = [torch.full((7,), ranks.rank, device=ranks.device)] * cut
+        also = [torch.full((7,), ranks.rank, device=ranks.device)] * cuts_rows
         total, *gathered = mm_scatter(group, *all_operands[ranks.rank], also=also)
         sums = []
         for rank, (a, b) in enumerate(all_operands):
-            size = ROWS // 2 if cut and rank != ranks.rank else ROWS
-            parts = [rows_of(a, ROWS * ranks.rank + i, size) for i in range(0, ROWS, size)]
-            gemms = [scaled_mm_op(*part, *b, None, torch.bfloat16, False) for part in parts]
+            size = ROWS // 2 if cuts_rows and rank != ranks.rank else ROWS
+            chunks = [rows_of(a, ROWS * ranks.rank + i, size) for i in range(0, ROWS, size)]
+            gemms = [scaled_mm_op(*chunk, *b, None, torch.bfloat16, False) for chunk in chunks]
             sums.append(torch.cat(gemms))
         assert torch.equal(total, torch.stack(sums).sum(0))
-        if cut:
+        if cuts_rows:
             assert gathered[0][:, 0].tolist() == list(range(ranks.world))
 
 
-def check_collectives_where_ranks_do_not_see_each_other(ranks: Ranks) -> None:
+def check_gemms_with_collectives_where_ranks_have_no_window(ranks: Ranks) -> None:
     overlap.Window.of_groups[dist.group.WORLD] = None
-    check_the_bytes_of_an_all_gather(ranks, see=False)
-    check_the_sums_of_a_reduce_scatter(ranks, see=False)
+    check_gather_mm_has_the_bytes_of_an_all_gather(ranks, has_window=False)
+    check_mm_scatter_has_the_sums_of_a_reduce_scatter(ranks, has_window=False)
     del overlap.Window.of_groups[dist.group.WORLD]
 
 
-def check_a_compiled_graph(ranks: Ranks) -> None:
-    group = on_ranks_that_see_each_other(ranks)
+def check_compiled_gemms_equal_eager_ones(ranks: Ranks) -> None:
+    group = group_with_window(ranks)
     a, b = operands(ranks, "block", 256, 0)
-    mine = rows_of(a, ROWS * ranks.rank, ROWS)
+    local_rows = rows_of(a, ROWS * ranks.rank, ROWS)
 
     def gemms() -> list[Tensor]:
-        also = [mine[0].view(torch.uint8) + 1]
-        gathered = gather_mm(group, mine, b, also=also)
+        also = [local_rows[0].view(torch.uint8) + 1]
+        gathered = gather_mm(group, local_rows, b, also=also)
         return [*gathered[:4], mm_scatter(group, [gathered[1], gathered[2], a[2]], b)[0]]
 
     compiled = torch.compile(gemms, fullgraph=True)
-    for one, other in zip(compiled(), gemms(), strict=True):
-        assert one.stride() == other.stride()
-        assert torch.equal(one.float(), other.float())
+    for compiled_result, eager_result in zip(compiled(), gemms(), strict=True):
+        assert compiled_result.stride() == eager_result.stride()
+        assert torch.equal(compiled_result.float(), eager_result.float())
 
 
-def check_layers(ranks: Ranks) -> None:
-    """Layers whose GEMMs overlap give what others give, and nothing else is gathered."""
-    group = on_ranks_that_see_each_other(ranks)
-    tokens = 128 * ranks.world  # blocks of one rank
+def check_layers_that_overlap_equal_layers_that_do_not(ranks: Ranks) -> None:
+    """Layers whose GEMMs overlap have the results of other layers, and gather nothing but sizes."""
+    group = group_with_window(ranks)
+    tokens = 128 * ranks.world  # a block of rows on each rank
     for recipe, mode in itertools.product(RECIPES, ("column", "row")):
         results = []
         for overlaps in (False, True):
@@ -180,59 +184,59 @@ def check_layers(ranks: Ranks) -> None:
             assert ops.names.count("float8lab.gather_mm.default") == overlaps
             assert ops.names.count("float8lab.mm_scatter.default") == overlaps
             gathers = ops.names.count("_c10d_functional.all_gather_into_tensor.default")
-            assert (gathers == (mode == "column")) == overlaps  # but sizes
+            assert (gathers == (mode == "column")) == overlaps  # only sizes are gathered
             results.append([y, x.grad, layer.weight.grad, layer.bias.grad])
         torch.testing.assert_close(*results)
 
 
-def check_rows_that_are_not_cut(ranks: Ranks) -> None:
+def check_mm_scatter_without_cut_rows(ranks: Ranks) -> None:
     small, overlap._SMALL_K = overlap._SMALL_K, 0
     try:
-        check_the_sums_of_a_reduce_scatter(ranks, cut=False)
+        check_mm_scatter_has_the_sums_of_a_reduce_scatter(ranks, cuts_rows=False)
     finally:
         overlap._SMALL_K = small
 
 
-def check_many_calls_in_turns(ranks: Ranks) -> None:
-    """None reads what another has written into its half."""
-    group = on_ranks_that_see_each_other(ranks)
+def check_calls_in_random_order_have_equal_results(ranks: Ranks) -> None:
+    """No call reads what another call has written into its half of the window."""
+    group = group_with_window(ranks)
     generator = torch.Generator().manual_seed(0)
     a, b = operands(ranks, "row", 64, 0)
-    mine = rows_of(a, ROWS * ranks.rank, ROWS)
-    gathered, summed = gather_mm(group, mine, b), mm_scatter(group, a, b)
-    near = overlap.Window.of_groups[group]
-    assert near is not None
+    local_rows = rows_of(a, ROWS * ranks.rank, ROWS)
+    gathered, summed = gather_mm(group, local_rows, b), mm_scatter(group, a, b)
+    window = overlap.Window.of_groups[group]
+    assert window is not None
     for index in torch.randint(0, 2, (40,), generator=generator).tolist():
         if index:
-            assert torch.equal(gather_mm(group, mine, b)[0], gathered[0])
+            assert torch.equal(gather_mm(group, local_rows, b)[0], gathered[0])
         else:
             assert torch.equal(mm_scatter(group, a, b)[0], summed[0])
-        near.half = near.half if ranks.device.type == "cuda" else 0  # as behind a graph
-        near.is_captured = True
+        window.half = window.half if ranks.device.type == "cuda" else 0  # as after a captured graph
+        window.is_captured = True
 
 
-def check_a_cuda_graph(ranks: Ranks) -> None:
-    """Its GEMMs replay between others, any number of times."""
+def check_captured_gemms_replay_between_eager_ones(ranks: Ranks) -> None:
+    """The GEMMs of a graph replay between eager ones, any number of times."""
     if ranks.device.type == "cpu":
         return
-    group = on_ranks_that_see_each_other(ranks)
+    group = group_with_window(ranks)
     a, b = operands(ranks, "tensor", 256, 0)
-    mine = rows_of(a, ROWS * ranks.rank, ROWS)
+    local_rows = rows_of(a, ROWS * ranks.rank, ROWS)
 
     def gemms() -> list[Tensor]:
-        return [gather_mm(group, mine, b)[0], mm_scatter(group, a, b)[0]]
+        return [gather_mm(group, local_rows, b)[0], mm_scatter(group, a, b)[0]]
 
     want = gemms()
     torch.cuda.synchronize()
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = gemms()
+        captured = gemms()
     for eager in (False, True, True, False, False):
-        for tensor in found:
+        for tensor in captured:
             tensor.zero_()
         graph.replay()
-        for results in (found, gemms() if eager else found):
+        for results in (captured, gemms() if eager else captured):
             assert all(torch.equal(*pair) for pair in zip(results, want, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Pipelines of torch.distributed.pipelining: each operand has the bytes of a plain loop."""
+"""Pipelines of torch.distributed.pipelining: operands have the bytes of a plain loop."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.recorder import observing
 
 RECIPE = DelayedScaling(amax_history_len=4, amax_compute_algo="max", power_of_2_scale=False)
 WIDTH, TOKENS, MICROBATCHES, STEPS = 32, 6, 4, 2
-# Torch 2.11 cannot begin a backward at a torch.autograd.Function, as these schedules do.
-NEW = tuple(int(part) for part in torch.__version__.split(".")[:2]) > (2, 11)
-ZERO_BUBBLE = ["InterleavedZeroBubble"] if NEW else []
+# Torch 2.11 cannot start a backward at a torch.autograd.Function, as these schedules do.
+IS_AFTER_TORCH_2_11 = tuple(int(part) for part in torch.__version__.split(".")[:2]) > (2, 11)
+ZERO_BUBBLE = ["InterleavedZeroBubble"] if IS_AFTER_TORCH_2_11 else []
 CHECKPOINTS: list[Any] = [
     None, float8lab.checkpoint, partial(torch_checkpoint, use_reentrant=True),
     partial(torch_checkpoint, use_reentrant=False),
@@ -36,7 +36,7 @@ CHECKPOINTS: list[Any] = [
 
 
 class Stage(nn.Module):
-    """Three FP8 GEMMs; ``region`` makes each call one of delayed scaling."""
+    """Three FP8 GEMMs; ``region`` makes each call a region of delayed scaling."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Stage(nn.Module):
 
 
 class Gemms:
-    """An observer: the operands' bytes of every GEMM, in order, by layer, kind and repetition."""
+    """Observes the operand bytes of every GEMM, in order, by layer, kind and recomputation."""
 
     def __init__(self, stages: dict[int, Stage]) -> None:
         self.names = {
@@ -76,35 +76,39 @@ class Gemms:
 
 
 class Run:
-    """A pipeline over all ranks and, on each of them, the plain loop with all of its stages."""
+    """A pipeline over all ranks and, on each rank, the plain loop over all stages."""
 
     def __init__(
         self, ranks: Ranks, schedule: str, checkpoint: Any, region: Any = nullcontext
     ) -> None:
-        each = 2 if "Interleaved" in schedule else 1
-        count = each * ranks.world
+        stages_per_rank = 2 if "Interleaved" in schedule else 1
+        count = stages_per_rank * ranks.world
         torch.manual_seed(0)
         self.ranks = ranks
-        self.whole = {index: Stage(ranks.device) for index in range(count)}
-        own = range(ranks.rank, count, ranks.world)
-        self.mine = {index: copy.deepcopy(self.whole[index]) for index in own}
-        for stage in (*self.whole.values(), *self.mine.values()):
+        self.all_stages = {index: Stage(ranks.device) for index in range(count)}
+        local_indices = range(ranks.rank, count, ranks.world)
+        self.local_stages = {
+            index: copy.deepcopy(self.all_stages[index]) for index in local_indices
+        }
+        for stage in (*self.all_stages.values(), *self.local_stages.values()):
             stage.checkpoint, stage.region = checkpoint, region
-        # Without these torch runs a stage once on uninitialised memory to learn its shapes.
-        like = torch.zeros(1, TOKENS, WIDTH, device=ranks.device)
+        # Without these, torch runs a stage once on uninitialized memory to learn its shapes.
+        example = torch.zeros(1, TOKENS, WIDTH, device=ranks.device)
         stages = [
             PipelineStage(
                 stage, index, count, ranks.device,
-                input_args=like.clone().requires_grad_(index > 0),
-                output_args=like.clone().requires_grad_(),
+                input_args=example.clone().requires_grad_(index > 0),
+                output_args=example.clone().requires_grad_(),
             )
-            for index, stage in self.mine.items()
+            for index, stage in self.local_stages.items()
         ]  # fmt: skip
         kind = get_schedule_class(schedule)
-        self.schedule = kind(stages if each > 1 else stages[0], MICROBATCHES, loss_fn=F.mse_loss)
+        self.schedule = kind(
+            stages if stages_per_rank > 1 else stages[0], MICROBATCHES, loss_fn=F.mse_loss
+        )
 
     def data(self, step: int) -> tuple[Tensor, Tensor]:
-        """Microbatches of very different sizes: the scale of another one shows."""
+        """Microbatches of very different magnitudes, so that a wrong scale shows."""
         generator = torch.Generator().manual_seed(step)
         x, target = torch.randn(2, MICROBATCHES, TOKENS, WIDTH, generator=generator)
         sizes = torch.tensor([1.0, 0.01, 100.0, 3.0]).roll(step)
@@ -112,45 +116,45 @@ class Run:
 
     def step(self, index: int, region: AbstractContextManager[Any]) -> dict[Any, list[bytes]]:
         x, target = self.data(index)
-        with observing(Gemms(self.mine)) as gemms, region:
+        with observing(Gemms(self.local_stages)) as gemms, region:
             self.schedule.step(*([x] if self.ranks.rank == 0 else []), target=target)
         return gemms.seen
 
     def plain_step(self, index: int, region: AbstractContextManager[Any]) -> dict[Any, list[bytes]]:
-        with observing(Gemms(self.whole)) as gemms, region:
+        with observing(Gemms(self.all_stages)) as gemms, region:
             for x, target in zip(*(part.split(1) for part in self.data(index)), strict=True):
-                for stage in self.whole.values():
+                for stage in self.all_stages.values():
                     x = stage(x)
                 F.mse_loss(x, target).backward()
         return gemms.seen
 
     def gradients(self) -> list[Tensor]:
-        return [p.grad for stage in self.mine.values() for p in stage.parameters()]
+        return [p.grad for stage in self.local_stages.values() for p in stage.parameters()]
 
     def plain_gradients(self) -> list[Tensor]:
-        """Of the stages that this rank has, a mean over microbatches as the schedule's."""
-        mine = (p for index in self.mine for p in self.whole[index].parameters())
-        return [p.grad / MICROBATCHES for p in mine]
+        """The gradients of this rank's stages, as a mean over microbatches like the schedule's."""
+        parameters = (p for index in self.local_stages for p in self.all_stages[index].parameters())
+        return [p.grad / MICROBATCHES for p in parameters]
 
     def zero_grad(self) -> None:
-        for stage in (*self.whole.values(), *self.mine.values()):
+        for stage in (*self.all_stages.values(), *self.local_stages.values()):
             stage.zero_grad()
 
 
 def group_of_one(ranks: Ranks) -> Any:
-    """The ranks that have a stage in common: without data parallelism each rank alone."""
+    """The ranks that have a stage in common: each rank alone, without data parallelism."""
     return [dist.new_group([rank]) for rank in range(ranks.world)][ranks.rank]
 
 
-def check_a_region_around_the_step(ranks: Ranks) -> None:
-    """The scales of the step are those of gradient accumulation, whatever the order."""
+def check_region_around_a_step_has_the_scales_of_accumulation(ranks: Ranks) -> None:
+    """The order of microbatches does not matter."""
     group = group_of_one(ranks)
 
     def region() -> float8lab.autocast:
         return float8lab.autocast(recipe=RECIPE, amax_reduction_group=group)
 
     for schedule in ("1F1B", "Interleaved1F1B", *ZERO_BUBBLE):
-        # Its backward is in halves, both of which recompute, and need the gradient between layers.
+        # Its backward has two halves. Both recompute, and both need the gradient between layers.
         halves = "ZeroBubble" in schedule
         for checkpoint in CHECKPOINTS[:3] if not halves else CHECKPOINTS[::3]:
             run = Run(ranks, schedule, checkpoint)
@@ -158,8 +162,8 @@ def check_a_region_around_the_step(ranks: Ranks) -> None:
                 got, expected = run.step(step, region()), run.plain_step(step, region())
                 assert got
                 for key, operands in got.items():
-                    *_, kind, again = key
-                    if halves and (again or kind == "dgrad"):
+                    *_, kind, is_recomputed = key
+                    if halves and (is_recomputed or kind == "dgrad"):
                         assert set(operands) == set(expected[key]), (schedule, key)
                     else:
                         assert operands == expected[key], (schedule, checkpoint, key)
@@ -167,17 +171,17 @@ def check_a_region_around_the_step(ranks: Ranks) -> None:
                 run.zero_grad()
 
 
-def check_what_is_equal(ranks: Ranks) -> None:
-    """A stage's output, the gradient of its input and of its parameters, of all microbatches."""
+def check_table_row_of_pipelines(ranks: Ranks) -> None:
+    """Compares a stage's output, and the gradients of its input and parameters."""
     group = group_of_one(ranks)
 
     def measure(recipe: Recipe) -> tuple[Step, Step]:
         run = Run(ranks, "1F1B", None)
         results: list[Step] = []
-        for model, take in ((run.mine, run.step), (run.whole, run.plain_step)):
+        for model, run_step in ((run.local_stages, run.step), (run.all_stages, run.plain_step)):
             outputs: list[Tensor] = []
             gradients: list[Tensor] = []
-            hooks: list[Any] = []  # the tensors that a schedule receives into are there for long
+            hooks: list[Any] = []  # a schedule keeps the tensors into which it receives
 
             def note_gradient(_: Any, args: Any, seen: Any = gradients, hooks: Any = hooks) -> None:
                 hooks.append(args[0].requires_grad_().register_hook(seen.append))
@@ -193,17 +197,19 @@ def check_what_is_equal(ranks: Ranks) -> None:
                     hooks.pop().remove()
                 outputs.clear()
                 gradients.clear()
-                take(step, float8lab.autocast(recipe=recipe, amax_reduction_group=group))
-            own = run.gradients() if model is run.mine else run.plain_gradients()
-            results.append(Step(torch.cat(outputs), torch.cat(gradients), own))
+                run_step(step, float8lab.autocast(recipe=recipe, amax_reduction_group=group))
+            parameter_gradients = (
+                run.gradients() if model is run.local_stages else run.plain_gradients()
+            )
+            results.append(Step(torch.cat(outputs), torch.cat(gradients), parameter_gradients))
         got, want = results
         return got, want
 
     assert_row(ranks, "pipeline, against accumulation on one rank", measure)
 
 
-def check_the_lines_of_the_page(ranks: Ranks) -> None:
-    """Those of docs/many_gpus.md, "Pipelines"."""
+def check_example_of_the_page_gives_gradients(ranks: Ranks) -> None:
+    """The lines of docs/many_gpus.md, "Pipelines"."""
     index, count, device, pp_group = ranks.rank, ranks.world, ranks.device, dist.group.WORLD
     part, recipe, microbatches, loss = Stage(device), RECIPE, MICROBATCHES, F.mse_loss
     stage_group = group_of_one(ranks)
@@ -219,26 +225,28 @@ def check_the_lines_of_the_page(ranks: Ranks) -> None:
     assert all(p.grad is not None and p.grad.any() for p in part.parameters())
 
 
-def check_a_region_for_each_microbatch(ranks: Ranks) -> None:
-    """Forwards as in a plain loop, and each recomputation has the scales of its forward."""
+def check_recomputation_in_a_region_per_microbatch_has_the_scales_of_its_forward(
+    ranks: Ranks,
+) -> None:
+    """The operands of forwards are those of a plain loop."""
     region = partial(float8lab.autocast, recipe=RECIPE, amax_reduction_group=group_of_one(ranks))
-    without: list[Any] = []
+    uncheckpointed: list[Any] = []
     for checkpoint in CHECKPOINTS:
         run = Run(ranks, "1F1B", checkpoint, region)
         for step in range(STEPS):
             got, expected = run.step(step, nullcontext()), run.plain_step(step, nullcontext())
             gradients = run.gradients()
             if checkpoint is None:
-                without.append((got, gradients))
-            kept, kept_gradients = without[step]
-            for (*layer, kind, again), operands in got.items():
-                if kind == "fprop" and not again:
+                uncheckpointed.append((got, gradients))
+            reference, reference_gradients = uncheckpointed[step]
+            for (*layer, kind, is_recomputed), operands in got.items():
+                if kind == "fprop" and not is_recomputed:
                     assert operands == expected[(*layer, kind, False)], (step, layer)
-                if again and checkpoint is not None:
+                if is_recomputed and checkpoint is not None:
                     assert set(operands) == set(got[(*layer, kind, False)]), (checkpoint, layer)
-                elif not again:
-                    assert operands == kept[(*layer, kind, False)], (checkpoint, layer, kind)
-            torch.testing.assert_close(gradients, kept_gradients, rtol=0, atol=0)
+                elif not is_recomputed:
+                    assert operands == reference[(*layer, kind, False)], (checkpoint, layer, kind)
+            torch.testing.assert_close(gradients, reference_gradients, rtol=0, atol=0)
             run.zero_grad()
 
 

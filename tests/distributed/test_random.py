@@ -1,4 +1,4 @@
-"""CudaRNGStatesTracker: streams repeat, stay apart and leave the default generator alone."""
+"""CudaRNGStatesTracker: streams repeat, are separate and leave the default generator alone."""
 
 import contextlib
 
@@ -23,7 +23,7 @@ def stream(seed, device, count=3):
 
 
 @contextlib.contextmanager
-def default_left_alone(device):
+def default_generator_unchanged(device):
     torch.manual_seed(3)
     expected = torch.rand(2, device=device)
     torch.manual_seed(3)
@@ -31,15 +31,15 @@ def default_left_alone(device):
     assert torch.equal(torch.rand(2, device=device), expected)
 
 
-def test_dropout_inside_fork_repeats_and_leaves_the_default_alone(tracker, device):
+def test_dropout_inside_fork_repeats_and_leaves_the_default_generator_alone(tracker, device):
     x = torch.ones(64, device=device)
-    with default_left_alone(device), tracker.fork():
+    with default_generator_unchanged(device), tracker.fork():
         first = F.dropout(x, 0.5)
         second = F.dropout(x, 0.5)
     assert not torch.equal(first, second)
-    again = float8lab.CudaRNGStatesTracker(device)
-    again.add("model-parallel-rng", 7)
-    with again.fork():
+    repeated = float8lab.CudaRNGStatesTracker(device)
+    repeated.add("model-parallel-rng", 7)
+    with repeated.fork():
         assert torch.equal(F.dropout(x, 0.5), first)
         assert torch.equal(F.dropout(x, 0.5), second)
 
@@ -57,7 +57,7 @@ def test_streams_are_those_of_their_seeds_and_continue_also_in_nested_forks(trac
         a.append(draw())
         with tracker.fork("other"):
             b.append(draw())
-            with tracker.fork():  # the outer stream, continued
+            with tracker.fork():  # continues the outer stream
                 a.append(draw())
             b.append(draw())
         a.append(draw())
@@ -67,8 +67,8 @@ def test_streams_are_those_of_their_seeds_and_continue_also_in_nested_forks(trac
     values.append(draw())
     for drawn, seed in ((a, 7), (b, 8)):
         generator = torch.Generator(device).manual_seed(seed)
-        wanted = [torch.rand((), device=device, generator=generator) for _ in drawn]
-        assert torch.equal(torch.stack(drawn), torch.stack(wanted))
+        expected = [torch.rand((), device=device, generator=generator) for _ in drawn]
+        assert torch.equal(torch.stack(drawn), torch.stack(expected))
     assert torch.equal(torch.stack(values), torch.stack(default))
 
 
@@ -78,7 +78,7 @@ def test_states_are_copies_that_can_be_set_again(tracker, device):
     assert all(s.dtype == torch.uint8 and s.device.type == "cpu" for s in states.values())
     with tracker.fork():
         first = torch.rand(3, device=device)
-        later = tracker.get_states()  # inside a fork too
+        later = tracker.get_states()  # also inside a fork
         second = torch.rand(3, device=device)
         tracker.set_states(later)
         assert torch.equal(torch.rand(3, device=device), second)
@@ -105,14 +105,14 @@ def test_set_states_replaces_all_streams(tracker, device):
         pass
 
 
-def test_an_exception_inside_fork_restores_the_default(tracker, device):
-    with default_left_alone(device), pytest.raises(ArithmeticError), tracker.fork():
+def test_exception_inside_fork_restores_the_default_generator(tracker, device):
+    with default_generator_unchanged(device), pytest.raises(ArithmeticError), tracker.fork():
         raise ArithmeticError(torch.rand(1, device=device))
-    with tracker.fork():  # and the stream has advanced
+    with tracker.fork():  # the stream has advanced
         assert not torch.equal(torch.rand(3, device=device), stream(7, device))
 
 
-def test_names_and_seeds_are_used_once(tracker):
+def test_repeated_names_and_seeds_raise(tracker):
     with pytest.raises(ValueError, match=r"name must be new.* got 'other'"):
         tracker.add("other", 9)
     with pytest.raises(ValueError, match=r"seed must be new.* got 8"):
@@ -126,8 +126,8 @@ def test_names_and_seeds_are_used_once(tracker):
     tracker.add("other", 8)
 
 
-def test_the_default_generator_is_never_advanced_by_bookkeeping(device):
-    with default_left_alone(device):
+def test_bookkeeping_never_advances_the_default_generator(device):
+    with default_generator_unchanged(device):
         tracker = float8lab.CudaRNGStatesTracker(device)
         tracker.add("a", 1)
         tracker.set_states(tracker.get_states())
@@ -135,7 +135,7 @@ def test_the_default_generator_is_never_advanced_by_bookkeeping(device):
 
 
 @pytest.mark.gpu
-def test_the_default_device_is_the_gpu():
+def test_default_device_is_the_gpu():
     tracker = float8lab.CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 7)
     with tracker.fork():
@@ -144,7 +144,7 @@ def test_the_default_device_is_the_gpu():
 
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.gpu
-def test_a_captured_graph_draws_anew_at_each_replay():
+def test_captured_graph_draws_new_numbers_at_each_replay():
     tracker = float8lab.CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 7)
     eager = float8lab.CudaRNGStatesTracker()
@@ -155,7 +155,7 @@ def test_a_captured_graph_draws_anew_at_each_replay():
         with tracker.fork():
             return F.dropout(x, 0.5)
 
-    run(tracker), run(eager)  # warm up, both by one draw
+    run(tracker), run(eager)  # warm up; both draw once
     graph = torch.cuda.CUDAGraph()
     for generator in tracker.generators().values():
         graph.register_generator_state(generator)

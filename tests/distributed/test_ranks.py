@@ -1,4 +1,4 @@
-"""The pool of ranks: what it says of a check that fails, and that the next check runs after it."""
+"""The pool of ranks reports a check that fails, and runs the next check on new ranks."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.distributed.ranks import RankPool, Ranks
 
 CHECKS: list[str] = []
-"""What this rank has run."""
+"""The folders of the checks that this rank has run."""
 
 
 def check_that_passes(ranks: Ranks) -> None:
@@ -23,7 +23,7 @@ def check_that_passes(ranks: Ranks) -> None:
 
 def check_that_fails(ranks: Ranks) -> None:
     assert ranks.rank != 1, "of the second"
-    dist.barrier()  # where the first waits for it
+    dist.barrier()  # where the first rank waits
 
 
 def check_that_kills(ranks: Ranks) -> None:
@@ -39,7 +39,7 @@ def check_that_hangs(ranks: Ranks) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """Runs a check in a folder of the name that is given."""
+    """Runs a check in a folder of a given name."""
     pool = RankPool()
 
     def run(name: str, folder: str, module: str = __name__, patience: float = 60) -> str:

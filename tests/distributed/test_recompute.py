@@ -1,4 +1,4 @@
-"""checkpoint: bit for bit what the function gives without it, FP8 state and random numbers too."""
+"""A checkpoint changes no bit of results, FP8 state and random numbers."""
 
 import contextlib
 import copy
@@ -15,18 +15,20 @@ from float8lab import recipes
 from float8lab.ops import cast_op
 from float8lab.recipes.recording import CHECKPOINTS
 from float8lab.recipes.region import STATE, in_backward
-from float8lab.tensor import operands as door
+from float8lab.tensor import operands as operands_module
 from tests.nn.models import DELAYED, RECIPES, each_recipe
 
-THEIRS = torch.utils.checkpoint.checkpoint
-each_mode = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non"])
-own_and_torchs = pytest.mark.parametrize(
-    "function", [float8lab.checkpoint, THEIRS], ids=["own", "torch"]
+TORCH_CHECKPOINT = torch.utils.checkpoint.checkpoint
+each_mode = pytest.mark.parametrize(
+    "use_reentrant", [True, False], ids=["reentrant", "non-reentrant"]
+)
+each_function = pytest.mark.parametrize(
+    "function", [float8lab.checkpoint, TORCH_CHECKPOINT], ids=["float8lab", "torch"]
 )
 
 
-class Feed(nn.Module):
-    """x + down(dropout(gelu(up(x)))), with arguments of every sort."""
+class FeedForward(nn.Module):
+    """x + down(dropout(gelu(up(x)))), with arguments of every kind."""
 
     def __init__(self, width=32, device="cpu"):
         super().__init__()
@@ -34,19 +36,19 @@ class Feed(nn.Module):
         self.down = float8lab.Linear(2 * width, width, device=device)
         self.calls = 0
 
-    def forward(self, x, mask=None, scale=1.0, *, extra=None, both=None):
+    def forward(self, x, mask=None, scale=1.0, *, extra=None, factor_and_shift=None):
         self.calls += 1
         y = self.down(F.dropout(F.gelu(self.up(x)), 0.25)) * scale
         if mask is not None:
             y = y.masked_fill(mask, 0.0)
         if extra is not None:
             y = y * extra
-        if both is not None:
-            y = y * both[0] + both[1]["shift"]
+        if factor_and_shift is not None:
+            y = y * factor_and_shift[0] + factor_and_shift[1]["shift"]
         return x + y
 
 
-def direct(function, *args, use_reentrant=None, get_rng_state_tracker=None, **kwargs):
+def call_directly(function, *args, use_reentrant=None, get_rng_state_tracker=None, **kwargs):
     return function(*args, **kwargs)
 
 
@@ -58,7 +60,7 @@ def leaf(*shape, seed=0):
 def state_of(module):
     """All delayed-scaling tensors of a module."""
     slots = (s for m in module.modules() if isinstance(m, float8lab.Linear) for s in [m._fp8.slots])
-    return [t for s in slots for one in s.values() for t in one.tensors().values()]
+    return [t for s in slots for slot in s.values() for t in slot.tensors().values()]
 
 
 def assert_same(a, b):
@@ -68,15 +70,17 @@ def assert_same(a, b):
     torch.testing.assert_close(state_of(a), state_of(b), rtol=0, atol=0)
 
 
-def both_ways(make_step, make_model=Feed, steps=3, function=float8lab.checkpoint):
-    """Run a training step with ``direct`` and with a checkpoint and compare everything."""
+def assert_checkpoint_changes_nothing(
+    make_step, make_model=FeedForward, steps=3, function=float8lab.checkpoint
+):
+    """Run training steps directly and with a checkpoint, and compare everything."""
     plain = make_model()
-    saving = copy.deepcopy(plain)
+    checkpointed = copy.deepcopy(plain)
     for seed in range(steps):
         results = []
-        for model, run in ((plain, direct), (saving, function)):
+        for model, run in ((plain, call_directly), (checkpointed, function)):
             torch.manual_seed(seed)
-            model.zero_grad()  # reentrant backward adds to .grad one by one: another rounding
+            model.zero_grad()  # a reentrant backward rounds each sum of .grad
             inputs = [leaf(4, 32, seed=10 * seed + i) for i in range(4)]
             loss = make_step(model, run, *inputs)
             loss.backward()
@@ -84,7 +88,7 @@ def both_ways(make_step, make_model=Feed, steps=3, function=float8lab.checkpoint
         for a, b in zip(*results, strict=True):
             assert (a is None) == (b is None)
             assert a is None or torch.equal(a, b)
-        assert_same(plain, saving)
+        assert_same(plain, checkpointed)
 
 
 @contextlib.contextmanager
@@ -93,7 +97,7 @@ def under_torch_autocast():
         yield
 
 
-GROUP = torch.distributed.ProcessGroup(0, 1)  # without init_process_group only looked up
+GROUP = torch.distributed.ProcessGroup(0, 1)  # without init_process_group it is only looked up
 REGIONS = {
     **{name: partial(float8lab.autocast, recipe=recipe) for name, recipe in RECIPES.items()},
     "amax-reduction-group": partial(float8lab.autocast, recipe=DELAYED, amax_reduction_group=GROUP),
@@ -102,15 +106,15 @@ REGIONS = {
 
 
 @pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
-@own_and_torchs
+@each_function
 @each_mode
-def test_numbers_and_state_of_every_region(region, function, use_reentrant):
+def test_results_and_state_are_unchanged_in_every_region(region, function, use_reentrant):
     def step(model, run, x, *_):
         with region():
             y = run(model, x, use_reentrant=use_reentrant)
         return y.float().square().sum()
 
-    both_ways(step, function=function)
+    assert_checkpoint_changes_nothing(step, function=function)
 
 
 @each_mode
@@ -120,35 +124,37 @@ def test_several_forwards_before_their_backward_keep_their_own_scales(
 ):
     def step(model, run, *inputs):
         loss = 0.0
-        for i, x in enumerate(inputs):  # each a region: the scales advance in between
+        for i, x in enumerate(inputs):  # each call is a region: the scales advance in between
             first = {"is_first_microbatch": i == 0} if keeps_weight_cast else {}
             with float8lab.autocast(recipe=DELAYED):
                 y = run(model, x * 10.0**i, use_reentrant=use_reentrant, **first)
             loss = loss + y.square().sum()
         return loss
 
-    both_ways(step, partial(float8lab.Linear, 32, 32, device="cpu") if keeps_weight_cast else Feed)
+    assert_checkpoint_changes_nothing(
+        step, partial(float8lab.Linear, 32, 32, device="cpu") if keeps_weight_cast else FeedForward
+    )
 
 
 @each_mode
-def test_a_converted_model_whose_layers_advance_with_each_call(use_reentrant):
+def test_converted_model_whose_scales_advance_with_each_call_is_unchanged(use_reentrant):
     def make_model():
         model = nn.Sequential(nn.Linear(32, 32), nn.GELU())
         float8lab.convert_to_float8(model, recipes.DelayedScaling())
         return model
 
-    def twice(model, x):  # outside any region each call is one: two scales within one checkpoint
+    def twice(model, x):  # each call outside a region is a region: two scales within one checkpoint
         return model(100.0 * model(x))
 
     def step(model, run, x, *_):
         return run(twice, model, x, use_reentrant=use_reentrant).square().sum()
 
-    both_ways(step, make_model)
+    assert_checkpoint_changes_nothing(step, make_model)
 
 
-@own_and_torchs
+@each_function
 @each_mode
-def test_regions_inside_the_function_in_several_precisions(function, use_reentrant):
+def test_regions_of_several_precisions_inside_the_function_are_unchanged(function, use_reentrant):
     def mixed(model, x):
         with float8lab.autocast(recipe=DELAYED):
             x = model(x)
@@ -160,27 +166,27 @@ def test_regions_inside_the_function_in_several_precisions(function, use_reentra
     def step(model, run, x, *_):
         return run(mixed, model, x, use_reentrant=use_reentrant).square().sum()
 
-    both_ways(step, function=function)
+    assert_checkpoint_changes_nothing(step, function=function)
 
 
 CHECKPOINT_FUNCTIONS = {
-    f"{whose}{kind}": partial(function, use_reentrant=kind == "reentrant")
-    for whose, function in (("torch-", THEIRS), ("", float8lab.checkpoint))
+    f"{library}{kind}": partial(function, use_reentrant=kind == "reentrant")
+    for library, function in (("torch-", TORCH_CHECKPOINT), ("", float8lab.checkpoint))
     for kind in ("reentrant", "non")
 }
 
 
-# By torch's reentrant one for the second module, where the outer one's forward has no gradients.
+# From torch's reentrant checkpoint of the second module, if the outer forward has no gradients.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @each_recipe
-@pytest.mark.parametrize("outer", [True, False], ids=["in-reentrant", "in-non"])
+@pytest.mark.parametrize("outer", [True, False], ids=["in-reentrant", "in-non-reentrant"])
 @pytest.mark.parametrize("inner", CHECKPOINT_FUNCTIONS)
-def test_nested(recipe, outer, inner):
+def test_nested_checkpoints_change_nothing(recipe, outer, inner):
     def step(model, run, x, y, *_):
-        inside = direct if run is direct else CHECKPOINT_FUNCTIONS[inner]
+        inner_checkpoint = call_directly if run is call_directly else CHECKPOINT_FUNCTIONS[inner]
 
         def block(x):
-            return inside(model[1], inside(model[0], x))
+            return inner_checkpoint(model[1], inner_checkpoint(model[0], x))
 
         loss = 0.0
         for t in (x, 10.0 * y):
@@ -188,33 +194,35 @@ def test_nested(recipe, outer, inner):
                 loss = loss + run(block, t, use_reentrant=outer).square().sum()
         return loss
 
-    both_ways(step, lambda: nn.ModuleList([Feed(), Feed()]), steps=2)
+    assert_checkpoint_changes_nothing(
+        step, lambda: nn.ModuleList([FeedForward(), FeedForward()]), steps=2
+    )
 
 
 RECENT = recipes.DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent")
-"""Its scales change with every region."""
+"""The scales of this recipe change with every region."""
 
 
 @pytest.fixture
 def operands(monkeypatch):
-    """The forward operands that are cast, and whether in backward: not the gradients."""
-    found = []
+    """The forward operands that are cast, each with whether that was in backward; no gradients."""
+    casts = []
 
     def cast(*args):
         results = cast_op(*args)
-        traced = torch.compiler.is_compiling()  # the graph's own op is no call of this
+        traced = torch.compiler.is_compiling()  # an op inside the graph is no call
         if not traced and args[3] == torch.float8_e4m3fn and results[0] is not None:
-            found.append((in_backward(), results[0].clone()))
+            casts.append((in_backward(), results[0].clone()))
         return results
 
-    monkeypatch.setattr(door, "cast_op", cast)
-    return found
+    monkeypatch.setattr(operands_module, "cast_op", cast)
+    return casts
 
 
-def repeated(operands, run):
-    """Of three forwards, then their backwards: which got all their operands computed again.
+def repeats_all_operands(operands, run):
+    """Run three forwards, then their backwards: whether each recomputed all of its operands.
 
-    None: no operand was computed again.
+    None if a backward recomputed no operand.
     """
     outputs, originals = [], []
     for i in range(3):
@@ -225,9 +233,11 @@ def repeated(operands, run):
     for y, qs in zip(outputs, originals, strict=True):
         operands.clear()
         y.square().sum().backward()
-        again = [q for late, q in operands if late]
-        same = all(any(torch.equal(q, other) for other in again) for q in qs)
-        results.append(same if again else None)
+        recomputed = [q for is_in_backward, q in operands if is_in_backward]
+        all_equal = all(
+            any(torch.equal(q, recomputed_q) for recomputed_q in recomputed) for q in qs
+        )
+        results.append(all_equal if recomputed else None)
     return results
 
 
@@ -235,20 +245,20 @@ def repeated(operands, run):
 @pytest.mark.parametrize("inner", [None, *CHECKPOINT_FUNCTIONS])
 @pytest.mark.parametrize("regions", ["around", "inside"])
 def test_recomputed_operands_have_the_bytes_of_their_forward(operands, outer, inner, regions):
-    """However often the scales advance between a forward and its backward, or in the function."""
-    first, second = Feed(), Feed()
+    """The scales may advance between a forward and its backward, or within the function."""
+    first, second = FeedForward(), FeedForward()
     region = partial(float8lab.autocast, recipe=RECENT)
 
-    def once(x):
+    def apply_layers(x):
         return second(first(x))
 
-    def twice(x):
+    def apply_layers_twice(x):
         with region():
-            x = once(x)
+            x = apply_layers(x)
         with region():
-            return once(100.0 * x)
+            return apply_layers(100.0 * x)
 
-    function = twice if regions == "inside" else once
+    function = apply_layers_twice if regions == "inside" else apply_layers
 
     def run(x):
         with region() if regions == "around" else contextlib.nullcontext():
@@ -258,9 +268,9 @@ def test_recomputed_operands_have_the_bytes_of_their_forward(operands, outer, in
                 lambda x: CHECKPOINT_FUNCTIONS[inner](function, x), x
             )
 
-    for seed in range(2):  # then every slot has a scale
-        twice(leaf(4, 32, seed=seed))
-    assert repeated(operands, run) == [True] * 3
+    for seed in range(2):  # afterwards every slot has a scale
+        apply_layers_twice(leaf(4, 32, seed=seed))
+    assert repeats_all_operands(operands, run) == [True] * 3
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -276,26 +286,34 @@ def test_compiled_recomputations_have_the_scales_of_the_last_forward(operands, u
         with float8lab.autocast(recipe=RECENT):
             return float8lab.checkpoint(model, x, use_reentrant=use_reentrant)
 
-    found = repeated(operands, run)
-    assert found in ([False, False, True], [None] * 3)  # torch 2.11 saves the operands
+    repeats = repeats_all_operands(operands, run)
+    assert repeats in ([False, False, True], [None] * 3)  # torch 2.11 saves the operands
 
 
 @each_mode
-def test_keywords_none_numbers_and_containers(use_reentrant):
+def test_keywords_none_numbers_and_containers_reach_the_function(use_reentrant):
     mask = torch.arange(32) % 5 == 0
 
     def step(model, run, x, extra, first, shift):
-        both = (first, {"shift": shift})
+        factor_and_shift = (first, {"shift": shift})
         with float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
-            y = run(model, x, mask, 0.5, extra=extra, both=both, use_reentrant=use_reentrant)
+            y = run(
+                model,
+                x,
+                mask,
+                0.5,
+                extra=extra,
+                factor_and_shift=factor_and_shift,
+                use_reentrant=use_reentrant,
+            )
             y = run(model, y, None, extra=None, use_reentrant=use_reentrant)
         return y.square().sum()
 
-    both_ways(step)
+    assert_checkpoint_changes_nothing(step)
 
 
 @each_mode
-def test_containers_without_gradients_are_the_callers_own(use_reentrant):
+def test_containers_without_gradients_are_not_copied(use_reentrant):
     def note(x, notes, *, more):
         notes.append(x.detach())
         more["seen"] = True
@@ -310,7 +328,7 @@ def test_containers_without_gradients_are_the_callers_own(use_reentrant):
 
 
 @each_mode
-def test_keywords_that_torch_knows_too(use_reentrant):
+def test_keywords_with_names_of_torchs_options_reach_the_function(use_reentrant):
     def function(x, *, debug, preserve_rng_state):
         return x * debug * preserve_rng_state
 
@@ -321,7 +339,7 @@ def test_keywords_that_torch_knows_too(use_reentrant):
 
 
 @each_mode
-def test_several_outputs_and_inputs_without_gradient(use_reentrant):
+def test_several_outputs_and_inputs_without_gradient_change_nothing(use_reentrant):
     def pair(model, x, y):
         return model(x), y.detach() * 2, model(y)
 
@@ -330,11 +348,11 @@ def test_several_outputs_and_inputs_without_gradient(use_reentrant):
             a, b, c = run(pair, model, x, y.detach(), use_reentrant=use_reentrant)
         return (a * b + c).square().sum()
 
-    both_ways(step)
+    assert_checkpoint_changes_nothing(step)
 
 
 @each_mode
-def test_a_bias_that_is_returned_stays_a_leaf(use_reentrant):
+def test_returned_bias_stays_a_leaf(use_reentrant):
     layer = float8lab.Linear(32, 16, return_bias=True, device="cpu")
     x = torch.randn(4, 32, requires_grad=True)
     for _ in range(2):
@@ -345,14 +363,16 @@ def test_a_bias_that_is_returned_stays_a_leaf(use_reentrant):
     assert layer.bias.grad.tolist() == [8] * 16
 
 
-@own_and_torchs
+@each_function
 @each_mode
 @pytest.mark.parametrize("enabled", [True, False])
-def test_backward_inside_another_autocast(enabled, function, use_reentrant):
-    model = Feed()
-    saving = copy.deepcopy(model)
+def test_backward_inside_another_autocast_has_the_recipe_of_its_forward(
+    enabled, function, use_reentrant
+):
+    model = FeedForward()
+    checkpointed = copy.deepcopy(model)
     results = []
-    for m, run in ((model, direct), (saving, function)):
+    for m, run in ((model, call_directly), (checkpointed, function)):
         torch.manual_seed(0)
         x = leaf(4, 32)
         with float8lab.autocast(recipe=DELAYED):
@@ -360,16 +380,16 @@ def test_backward_inside_another_autocast(enabled, function, use_reentrant):
         with float8lab.autocast(enabled, recipe=recipes.Float8BlockScaling()):
             y.sum().backward()
             results.append((y, x.grad))
-            assert STATE.autocast.recipe == recipes.Float8BlockScaling()  # as it was
+            assert STATE.autocast.recipe == recipes.Float8BlockScaling()  # unchanged
             assert STATE.autocast.enabled == enabled
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert_same(model, saving)
+    assert_same(model, checkpointed)
     assert CHECKPOINTS.replay is None
     assert CHECKPOINTS.recordings == ()
 
 
-class OwnCheckpoint(torch.autograd.Function):
-    """A checkpoint that a library wrote for itself, whose forward nothing tells from others."""
+class LibraryCheckpoint(torch.autograd.Function):
+    """A checkpoint of another library; nothing tells its forward from other calls."""
 
     @staticmethod
     def forward(node, x, function, *parameters):
@@ -384,7 +404,7 @@ class OwnCheckpoint(torch.autograd.Function):
         return x.grad, None, None, None
 
 
-def test_a_recomputation_without_its_original_records_the_gradients_amax():
+def test_recomputation_without_its_original_records_the_gradients_amax():
     layer = float8lab.Linear(32, 32, device="cpu")
 
     def run(x, recipe=DELAYED):
@@ -392,59 +412,59 @@ def test_a_recomputation_without_its_original_records_the_gradients_amax():
             return layer(x)
 
     x = leaf(4, 32)
-    y = OwnCheckpoint.apply(x, run, *layer.parameters())
-    run(x, recipes.Float8CurrentScaling())  # what the layer ran last
+    y = LibraryCheckpoint.apply(x, run, *layer.parameters())
+    run(x, recipes.Float8CurrentScaling())  # the layer's last call
     y.backward(torch.full_like(y, 3.0))
     (slots,) = layer._fp8.slots.values()
     assert slots.tensors()["amax"][2] == 3.0
 
 
 @each_mode
-def test_weights_stored_in_fp8(use_reentrant):
+def test_checkpoint_of_stored_weights_changes_nothing(use_reentrant):
     def make_model():
         with float8lab.fp8_model_init():
-            return Feed()
+            return FeedForward()
 
     def step(model, run, x, *_):
         with float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
             return run(model, x, use_reentrant=use_reentrant).square().sum()
 
-    both_ways(step, make_model)
+    assert_checkpoint_changes_nothing(step, make_model)
 
 
-def test_it_recomputes_and_saves_memory():
-    held = []
-    model = Feed()
+def test_checkpoint_recomputes_and_saves_memory():
+    saved_sizes = []
+    model = FeedForward()
     x = leaf(64, 32)
     with (
         torch.autograd.graph.saved_tensors_hooks(
-            lambda t: held.append(t.numel()) or t, lambda t: t
+            lambda t: saved_sizes.append(t.numel()) or t, lambda t: t
         ),
         float8lab.autocast(recipe=DELAYED),
     ):
         model(x)
-        direct_size = sum(held)
-        held.clear()
+        direct_size = sum(saved_sizes)
+        saved_sizes.clear()
         y = float8lab.checkpoint(model, x)
     assert model.calls == 2
-    assert sum(held) == x.numel() < direct_size / 4
+    assert sum(saved_sizes) == x.numel() < direct_size / 4
     y.sum().backward()
     assert model.calls == 3
 
 
 @each_mode
-def test_backward_twice_through_a_kept_graph(use_reentrant):
+def test_second_backward_through_a_retained_graph_changes_nothing(use_reentrant):
     def step(model, run, x, *_):
         with float8lab.autocast(recipe=DELAYED):
             loss = run(model, x, use_reentrant=use_reentrant).square().sum()
         loss.backward(retain_graph=True)
         return loss
 
-    both_ways(step, steps=2)
+    assert_checkpoint_changes_nothing(step, steps=2)
 
 
-def test_saved_tensors_read_outside_backward():
-    model = Feed()
+def test_reading_saved_tensors_outside_backward_leaves_the_state():
+    model = FeedForward()
     x = leaf(4, 32)
     with float8lab.autocast(recipe=DELAYED):
         y = float8lab.checkpoint(lambda x: model(x).exp(), x, use_reentrant=False)
@@ -455,8 +475,8 @@ def test_saved_tensors_read_outside_backward():
 
 @pytest.mark.parametrize("fails_in", ["forward", "recomputation"])
 @each_mode
-def test_an_exception_leaves_the_state_as_it_was(fails_in, use_reentrant):
-    model = Feed()
+def test_exception_leaves_the_state_as_it_was(fails_in, use_reentrant):
+    model = FeedForward()
     fail = fails_in == "forward"
 
     def run(x):
@@ -477,7 +497,7 @@ def test_an_exception_leaves_the_state_as_it_was(fails_in, use_reentrant):
     assert STATE.autocast.enabled is None
 
 
-def test_a_function_that_changes_is_an_error():
+def test_function_that_runs_other_modules_in_recomputation_raises():
     layer = float8lab.Linear(32, 32, device="cpu")
     times = iter([1, 2])
 
@@ -493,7 +513,7 @@ def test_a_function_that_changes_is_an_error():
 
 
 @each_mode
-def test_random_streams_repeat(use_reentrant):
+def test_random_streams_repeat_in_recomputation(use_reentrant):
     trackers = {}
 
     def dropout(model, get, x):
@@ -514,14 +534,14 @@ def test_random_streams_repeat(use_reentrant):
             y = y * torch.rand(())
         return y.square().sum()
 
-    both_ways(step)
+    assert_checkpoint_changes_nothing(step)
     states = [t.get_states()["model-parallel-rng"] for t in trackers.values()]
     assert torch.equal(*states)
 
 
-def test_distribute_saved_activations_on_one_rank():
+def test_distribute_saved_activations_runs_on_one_rank():
     x = leaf(4, 32)
-    float8lab.checkpoint(Feed(), x, distribute_saved_activations=True).sum().backward()
+    float8lab.checkpoint(FeedForward(), x, distribute_saved_activations=True).sum().backward()
     assert x.grad is not None
 
 
@@ -542,7 +562,7 @@ def assert_equal_steps(eager, model, run_eager, run_compiled, recipe):
     ("name", "use_reentrant"),
     [("current", True), ("rowwise", False), ("block", True), ("mx", False)],
 )
-def test_compiles_without_graph_breaks(name, use_reentrant):
+def test_checkpoint_compiles_without_graph_breaks(name, use_reentrant):
     class Plain(nn.Module):
         def __init__(self):
             super().__init__()
@@ -563,20 +583,20 @@ def test_compiles_without_graph_breaks(name, use_reentrant):
 
 
 @each_mode
-def test_a_compiled_module_recomputes_in_the_precision_of_its_forward(use_reentrant):
+def test_compiled_module_recomputes_in_the_precision_of_its_forward(use_reentrant):
     eager = float8lab.Linear(32, 32, device="cpu")
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    again = partial(float8lab.checkpoint, compiled, use_reentrant=use_reentrant)
-    assert_equal_steps(eager, model, eager, again, recipes.Float8CurrentScaling())
+    checkpointed_run = partial(float8lab.checkpoint, compiled, use_reentrant=use_reentrant)
+    assert_equal_steps(eager, model, eager, checkpointed_run, recipes.Float8CurrentScaling())
 
 
 @pytest.mark.gpu
 @each_mode
-def test_random_streams_and_fp8_on_a_gpu(use_reentrant):
+def test_random_streams_and_fp8_results_repeat_on_a_gpu(use_reentrant):
     results = []
-    model = Feed(64, device="cuda")
-    for m, run in ((model, direct), (copy.deepcopy(model), float8lab.checkpoint)):
+    model = FeedForward(64, device="cuda")
+    for m, run in ((model, call_directly), (copy.deepcopy(model), float8lab.checkpoint)):
         tracker = float8lab.CudaRNGStatesTracker()
         tracker.add("model-parallel-rng", 5)
 

@@ -30,7 +30,7 @@ def test_shards_are_those_of_torch_chunk():
         assert shards.is_even == (len(set(shards.lengths)) == 1)
 
 
-def test_blocks_cross_shards_where_they_have_rows_of_two():
+def test_blocks_cross_shards_where_they_have_rows_of_two_ranks():
     for size, ranks, inner, outer in itertools.product(range(9), (1, 2, 3, 4), (1, 2, 3), (1, 2)):
         shards = ShardMap.of(size, ranks, 0, inner=inner, outer=outer)
         owners = owners_of_rows(shards)
@@ -45,7 +45,7 @@ def test_blocks_cross_shards_where_they_have_rows_of_two():
                     ShardMap.of(size, ranks, rank, inner=inner, outer=outer).blocks(block)
                     for rank in range(ranks)
                 ]
-                of_ranks = [span.length * outer for span in spans]
-                assert of_ranks == [
+                block_counts = [span.length * outer for span in spans]
+                assert block_counts == [
                     sum(rank in {r for _, r in group} for group in groups) for rank in range(ranks)
                 ]

@@ -1,4 +1,4 @@
-"""MasterWeights for parameters that are DTensors, and distributed checkpoints; one gloo process."""
+"""MasterWeights of DTensor parameters, and distributed checkpoints, on one gloo process."""
 
 import copy
 from collections.abc import Iterator
@@ -48,15 +48,15 @@ def shard(x: Tensor, mesh: DeviceMesh, placement=None) -> nn.Parameter:
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
 @each_optimizer
-def test_a_sharded_parameter_steps_like_its_shard(mesh, optimizer_class, options, block, placement):
+def test_sharded_parameter_steps_like_its_shard(mesh, optimizer_class, options, block, placement):
     value = torch.randn(150, 140).bfloat16()
     local = nn.Parameter(quantize(value, block=block))
     sharded = shard(quantize(value, block=block), mesh, placement)
     plain = shard(torch.ones(140), mesh, placement if placement != Shard(1) else Shard(0))
-    one = MasterWeights([local], optimizer_class, **options)
-    many = MasterWeights([sharded, plain], optimizer_class, **options)
-    master = many.masters[sharded]
-    assert list(many.masters) == [sharded]
+    local_optimizer = MasterWeights([local], optimizer_class, **options)
+    sharded_optimizer = MasterWeights([sharded, plain], optimizer_class, **options)
+    master = sharded_optimizer.masters[sharded]
+    assert list(sharded_optimizer.masters) == [sharded]
     assert isinstance(master, DTensor)
     assert (master.placements, master.shape) == (sharded.placements, sharded.shape)
     assert master.dtype == torch.float32
@@ -64,15 +64,15 @@ def test_a_sharded_parameter_steps_like_its_shard(mesh, optimizer_class, options
         local.grad = torch.randn(150, 140).bfloat16()
         sharded.grad = DTensor.from_local(local.grad.clone(), mesh, sharded.placements)
         plain.grad = DTensor.from_local(torch.ones(140), mesh, plain.placements)
-        for optimizer in (one, many):
+        for optimizer in (local_optimizer, sharded_optimizer):
             nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"][:1], 1.0)
             optimizer.step()
         assert_same_bytes(sharded._local_tensor, local)
-        assert torch.equal(master._local_tensor, one.masters[local])
+        assert torch.equal(master._local_tensor, local_optimizer.masters[local])
 
 
-def test_uneven_and_empty_shards(mesh):
-    # What the second of two ranks holds of one row: nothing.
+def test_empty_shard_steps(mesh):
+    # The second of two ranks has no part of a single row.
     shape, stride = torch.Size((1, 8)), (8, 1)
     empty = DTensor.from_local(
         quantize(torch.randn(0, 8), block=(1, -1)), mesh, [Shard(0)], shape=shape, stride=stride,
@@ -88,7 +88,7 @@ def test_uneven_and_empty_shards(mesh):
     assert p._local_tensor.shape == (0, 8)
 
 
-def test_kept_initial_values_of_a_shard(mesh):
+def test_masters_of_a_shard_start_from_kept_initial_values(mesh):
     value = torch.randn(16, 16)
     p = shard(quantize(value), mesh)
     p._local_tensor._high_precision_init_val = value.clone()
@@ -97,7 +97,7 @@ def test_kept_initial_values_of_a_shard(mesh):
     assert p._local_tensor.get_high_precision_init_val() is None
 
 
-def test_sharded_state_dict_round_trip(mesh):
+def test_training_resumes_from_a_sharded_state_dict_bit_for_bit(mesh):
     def make() -> tuple[nn.Parameter, MasterWeights]:
         p = shard(quantize(torch.randn(32, 16)), mesh)
         return p, MasterWeights([p], torch.optim.AdamW, lr=0.1)
@@ -111,11 +111,11 @@ def test_sharded_state_dict_round_trip(mesh):
     step(p, optimizer, 0)
     saved = copy.deepcopy(optimizer.state_dict())
     assert isinstance(saved["state"][0]["master"], DTensor)
-    q, other = make()
-    other.load_state_dict(saved)
+    q, other_optimizer = make()
+    other_optimizer.load_state_dict(saved)
     for i in (1, 2):
         step(p, optimizer, i)
-        step(q, other, i)
+        step(q, other_optimizer, i)
     assert_same_bytes(q._local_tensor, p._local_tensor)
     twin, twin_optimizer = copy.deepcopy((p, optimizer))
     step(p, optimizer, 3)
@@ -123,7 +123,7 @@ def test_sharded_state_dict_round_trip(mesh):
     assert_same_bytes(twin._local_tensor, p._local_tensor)
 
 
-def test_a_shard_written_by_others_becomes_its_master(mesh):
+def test_shard_written_by_other_code_becomes_its_master(mesh):
     p = shard(quantize(torch.randn(8, 8)), mesh)
     optimizer = MasterWeights([p], torch.optim.SGD, lr=0.0)
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_a_shard_written_by_others_becomes_its_master(mesh):
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_distributed_checkpoint_of_the_optimizer(mesh, tmp_path, steps):
+def test_training_resumes_from_a_distributed_checkpoint_bit_for_bit(mesh, tmp_path, steps):
     def make() -> tuple[nn.Module, MasterWeights]:
         with float8lab.fp8_model_init(preserve_high_precision_init_val=True):
             model = nn.Sequential(

@@ -28,7 +28,7 @@ OPTIMIZERS = {
 each_optimizer = pytest.mark.parametrize(
     ("optimizer_class", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys()
 )
-WAYS = {
+STORAGES = {
     "fp8": ("float32", {"fp8_moments": True}),
     "rounded": ("bfloat16", {"stochastic_rounding": True}),
     "both": ("bfloat16", {"fp8_moments": True, "stochastic_rounding": True}),
@@ -38,11 +38,11 @@ WAYS = {
         {"fp8_moments": True, "stochastic_rounding": True, "master_dtype": torch.bfloat16},
     ),
 }
-each_way = pytest.mark.parametrize(("kind", "storage"), WAYS.values(), ids=WAYS.keys())
+each_storage = pytest.mark.parametrize(("kind", "storage"), STORAGES.values(), ids=STORAGES.keys())
 
 
 def make_model(kind: str = "float32") -> nn.Module:
-    """Weights of 48x200 and 30x48, of which the second is too small, and a convolution's."""
+    """Weights of 48x200, of 30x48, which is too small for FP8 moments, and of a convolution."""
     torch.manual_seed(0)
     conv = nn.Conv2d(16, 32, 3, bias=False).to(memory_format=torch.channels_last)
     if kind == "stored":
@@ -64,7 +64,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything that the two hold, by its place."""
+    """All tensors of a model and its optimizer, by name."""
     state = {
         f"{index}.{name}": x
         for index, entry in optimizer.state_dict()["state"].items()
@@ -77,8 +77,8 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     }
 
 
-def stored(x: Tensor, name: str = "exp_avg", step: int = 1) -> Tensor:
-    """A moment after it was quantized and dequantized."""
+def store_and_load(x: Tensor, name: str = "exp_avg", step: int = 1) -> Tensor:
+    """Return a moment after it was quantized and dequantized."""
     p, entry = nn.Parameter(torch.empty_like(x)), {name: x}
     moments._quantize_moments(p, entry, step)
     del entry[name]
@@ -95,37 +95,39 @@ def test_kernels_store_the_bytes_of_the_reference(shape, is_square):
     specials = [0.0, -0.0, 1e-30, 1e-38, 2.0**-140, 3e38, -3e38, torch.inf, torch.nan]
     for row, value in zip(x[:9], specials, strict=False):
         row[: shape[1] // 2] = value
-    both = []
-    for of in (ops.moments, ops.reference.moments):
+    results = []
+    for implementation in (ops.moments, ops.reference.moments):
         data = torch.empty(shape, dtype=torch.uint8, device="cuda")
         scale = data.new_empty(shape[0], -(-shape[1] // BLOCK))
-        of.quantize_moment_(x, data, scale, 7, is_square)
-        values = of.dequantize_moment(data, scale, is_square)
+        implementation.quantize_moment_(x, data, scale, 7, is_square)
+        values = implementation.dequantize_moment(data, scale, is_square)
         data[values.isnan()] = 0  # a NaN may have either sign
-        both.append((data, scale, values))
-    for got, want in zip(*both, strict=True):
+        results.append((data, scale, values))
+    for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dropped", [16, 20])
-def test_rounding_is_to_either_neighbor_and_right_on_average(dropped):
+def test_stochastic_rounding_is_to_either_neighbor_and_right_on_average(dropped):
     x = torch.randn(64, 64)
-    made = torch.stack([round_stochastically(x, dropped, step) for step in range(500)])
+    rounded = torch.stack([round_stochastically(x, dropped, step) for step in range(500)])
     low = (x.view(torch.int32) & -(1 << dropped)).view(torch.float32)
     high = ((x.view(torch.int32) & -(1 << dropped)) + (1 << dropped)).view(torch.float32)
-    assert ((made == low) | (made == high)).all()
-    share = (x - low) / (high - low)
-    error = ((made == high).float().mean(0) - share) / (share * (1 - share) / 500).sqrt()
+    assert ((rounded == low) | (rounded == high)).all()
+    expected_share = (x - low) / (high - low)
+    error = ((rounded == high).float().mean(0) - expected_share) / (
+        expected_share * (1 - expected_share) / 500
+    ).sqrt()
     assert abs(error.mean()) < 0.08  # of 4096 values, each of variance 1
     assert 0.9 < error.std() < 1.1
-    moved = (made == high).float() - share
-    assert abs((moved[1:] * moved[:-1]).mean()) < 0.001  # one step says nothing of the next
+    deviation = (rounded == high).float() - expected_share
+    assert abs((deviation[1:] * deviation[:-1]).mean()) < 0.001  # steps are independent
 
 
-def test_rounding_keeps_what_it_can_represent_and_what_is_not_finite():
+def test_stochastic_rounding_keeps_representable_and_nonfinite_values():
     x = torch.tensor([0.0, -0.0, 1.5, -448.0, torch.inf, -torch.inf])
     assert torch.equal(round_stochastically(x, 20, 3).view(torch.int32), x.view(torch.int32))
-    # The NaN of CUDA has all bits set, and a carry would make a number of it.
+    # The NaN of CUDA has all bits set, and a carry would turn it into a number.
     nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
     assert round_stochastically(nan, 20, 3).isnan().all()
 
@@ -134,49 +136,49 @@ def test_rounding_keeps_what_it_can_represent_and_what_is_not_finite():
 @pytest.mark.parametrize(
     "shape", [(64, 128), (50, 200), (5, 7, 150), (4096, 1), (2048, 3)], ids=str
 )
-def test_a_stored_moment_is_close_and_does_not_change_when_it_is_stored_again(name, shape):
+def test_stored_moment_is_close_and_does_not_change_when_it_is_stored_again(name, shape):
     x = torch.randn(shape) * torch.randn(shape).exp()
     x = x.square() if name == "exp_avg_sq" else x
-    once = stored(x, name)
-    assert torch.equal(stored(once, name, step=2), once)
+    loaded = store_and_load(x, name)
+    assert torch.equal(store_and_load(loaded, name, step=2), loaded)
     # The roots of two neighbors differ by 1, and the largest of 128 roots is at least half of 127.
     power, largest = (4, 255) if name == "exp_avg_sq" else (2, 127)
     scale = torch.stack([b.abs().amax(-1) for b in x.split(BLOCK, -1)], -1)
     root = (x.abs() / scale.repeat_interleave(BLOCK, -1)[..., : shape[-1]]) ** (1 / power)
     low, high = ((root + sign * 2 / largest).clamp(min=0) ** power for sign in (-1, 1))
-    share = once.abs() / scale.repeat_interleave(BLOCK, -1)[..., : shape[-1]]
+    share = loaded.abs() / scale.repeat_interleave(BLOCK, -1)[..., : shape[-1]]
     assert ((low <= share) & (share <= high)).all()
-    assert torch.equal(once.sign(), x.sign())
-    mean = torch.stack([stored(x, name, step) for step in range(50)]).mean(0)
+    assert torch.equal(loaded.sign(), x.sign())
+    mean = torch.stack([store_and_load(x, name, step) for step in range(50)]).mean(0)
     is_large = root > 0.1
     assert ((mean - x) / x)[is_large].abs().mean() < 0.01
-    assert ((once - x) / x)[is_large].abs().mean() > 0.005
+    assert ((loaded - x) / x)[is_large].abs().mean() > 0.005
 
 
-def test_a_moment_keeps_its_sign_and_only_zero_becomes_zero():
+def test_stored_moment_keeps_its_sign_and_only_zero_becomes_zero():
     x = torch.randn(32, 128)
     x[:, 1:100] *= 1e-12
     x[0, :3] = 0.0
     for name in ("exp_avg", "of_no_known_name"):
-        assert torch.equal(stored(x, name).sign(), x.sign())
+        assert torch.equal(store_and_load(x, name).sign(), x.sign())
     squares = x.square()
-    assert torch.equal(stored(squares, "exp_avg_sq").sign(), squares.sign())
-    assert stored(-squares, "exp_avg_sq").isnan().all()
+    assert torch.equal(store_and_load(squares, "exp_avg_sq").sign(), squares.sign())
+    assert store_and_load(-squares, "exp_avg_sq").isnan().all()
     squares[:, 1:100] = squares.amax(1, keepdim=True) * 1e-5
-    error = stored(squares, "exp_avg_sq") / squares - 1
+    error = store_and_load(squares, "exp_avg_sq") / squares - 1
     assert error[:, 1:100].abs().max() < 0.6
 
 
-def test_values_that_are_not_finite_stay_visible():
+def test_nonfinite_moments_become_nan():
     x = torch.ones(32, 128)
     x[0, 0], x[1, 1] = torch.nan, torch.inf
-    again = stored(x, "exp_avg_sq")
-    assert again[0, 0].isnan()
-    assert again[1, 1].isnan()  # there is no infinity
-    assert torch.equal(again[2:], x[2:])
+    loaded = store_and_load(x, "exp_avg_sq")
+    assert loaded[0, 0].isnan()
+    assert loaded[1, 1].isnan()  # the format has no infinity
+    assert torch.equal(loaded[2:], x[2:])
 
 
-def test_a_slow_average_moves_as_it_does_in_float32():
+def test_slow_average_moves_as_in_float32():
     p = nn.Parameter(torch.zeros(32, 128))
     optimizer = MasterWeights([p], torch.optim.AdamW, fp8_moments=True, betas=(0.9, 0.999))
     for step in range(400):
@@ -185,11 +187,11 @@ def test_a_slow_average_moves_as_it_does_in_float32():
         if step == 199:
             before = moments_of(optimizer, p)["exp_avg_sq"].mean()
     after = moments_of(optimizer, p)["exp_avg_sq"].mean()
-    assert after / before == pytest.approx(0.999**200, rel=0.03)  # to nearest: 1
+    assert after / before == pytest.approx(0.999**200, rel=0.03)  # rounding to nearest would give 1
 
 
 def moments_of(optimizer: MasterWeights, p: nn.Parameter) -> dict[str, Tensor]:
-    """The moments of a parameter, dequantized."""
+    """Return the moments of a parameter, dequantized."""
     entry = dict(optimizer.state[p])
     moments._dequantize_moments(p, entry)
     return entry
@@ -203,8 +205,8 @@ def test_steps_follow_those_of_the_plain_optimizer(optimizer_class, options):
     train(model, optimizer, range(12))
     train(twin, optimizer_class(twin.parameters(), **options), range(12))
     for p, q, old in zip(model.parameters(), twin.parameters(), start, strict=True):
-        moved = (q - old).norm()
-        assert (p - q).norm() < (0.12 if p.numel() >= moments.FEWEST else 1e-6) * moved
+        update_norm = (q - old).norm()
+        assert (p - q).norm() < (0.12 if p.numel() >= moments.FEWEST else 1e-6) * update_norm
     first, small = model[0].weight, model[1].weight
     names = [name for name in optimizer.state[first] if name.endswith(".bits")]
     assert names
@@ -214,18 +216,18 @@ def test_steps_follow_those_of_the_plain_optimizer(optimizer_class, options):
         assert name.removesuffix(".bits") not in optimizer.state[first]
 
 
-def test_bytes_of_a_parameter():
+def test_moments_have_one_byte_per_element_and_scales():
     p = nn.Parameter(torch.zeros(256, 512))
     optimizer = MasterWeights([p], torch.optim.AdamW, fp8_moments=True)
     p.grad = torch.ones(256, 512)
     optimizer.step()
-    held = sum(x.untyped_storage().nbytes() for x in optimizer.state[p].values())
-    assert held == 2 * p.numel() * (1 + 1 / 128) + 4  # and the step
+    state_bytes = sum(x.untyped_storage().nbytes() for x in optimizer.state[p].values())
+    assert state_bytes == 2 * p.numel() * (1 + 1 / 128) + 4  # and the step counter
 
 
-@each_way
-def test_chunks_change_nothing(kind, storage, monkeypatch):
-    made = []
+@each_storage
+def test_chunk_size_changes_no_result(kind, storage, monkeypatch):
+    states = []
     for chunk in (2**24, 1, 10_000):
         monkeypatch.setattr(moments, "CHUNK", chunk)
         model = make_model(kind)
@@ -238,12 +240,12 @@ def test_chunks_change_nothing(kind, storage, monkeypatch):
             scheduler.step()
         assert [len(g["params"]) for g in optimizer.inner.param_groups] == [2, 0, 3]
         assert [g["lr"] for g in optimizer.param_groups] == [0.0025, 0.00125, 0.00125]
-        made.append(tensors_of(model, optimizer))
-    for other in made[1:]:
-        assert_same_state(other, made[0])
+        states.append(tensors_of(model, optimizer))
+    for state in states[1:]:
+        assert_same_state(state, states[0])
 
 
-class Counting(torch.optim.SGD):
+class StepCounter(torch.optim.SGD):
     """Counts its steps in the options of its groups."""
 
     def step(self, closure=None):
@@ -252,16 +254,16 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_that_counts_in_its_groups_counts_steps_not_chunks(monkeypatch):
+def test_counters_in_param_groups_count_steps_not_chunks(monkeypatch):
     monkeypatch.setattr(moments, "CHUNK", 1)
     model = make_model()
-    optimizer = MasterWeights(model.parameters(), Counting, fp8_moments=True, lr=0.1)
+    optimizer = MasterWeights(model.parameters(), StepCounter, fp8_moments=True, lr=0.1)
     train(model, optimizer, range(3))
     assert optimizer.param_groups[0]["count"] == 3
     assert optimizer.param_groups[0]["roundings"] == 3
 
 
-def test_without_a_gradient_nothing_of_a_parameter_changes():
+def test_parameter_without_a_gradient_and_its_moments_do_not_change():
     model = make_model()
     optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, fp8_moments=True, lr=0.1)
     train(model, optimizer, range(2))
@@ -274,7 +276,7 @@ def test_without_a_gradient_nothing_of_a_parameter_changes():
     assert model[0].weight._version == version
 
 
-def test_a_step_that_fails_leaves_the_moments_as_they_were(monkeypatch):
+def test_failing_step_leaves_the_moments_as_they_were(monkeypatch):
     class Failing(torch.optim.AdamW):
         fails = False
 
@@ -299,9 +301,9 @@ def test_a_step_that_fails_leaves_the_moments_as_they_were(monkeypatch):
     assert after.keys() == before.keys()
 
 
-def test_closures_and_gradient_scaling():
+def test_closures_and_gradient_scaling_give_the_same_step():
     model, twin = make_model(), make_model()
-    both = [
+    optimizers = [
         MasterWeights(m.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, fp8_moments=True)
         for m in (model, twin)
     ]
@@ -309,7 +311,7 @@ def test_closures_and_gradient_scaling():
     calls = []
 
     def closure() -> Tensor:
-        both[0].zero_grad()
+        optimizers[0].zero_grad()
         loss = model[0](x).square().mean()
         loss.backward()
         calls.append(loss)
@@ -317,14 +319,14 @@ def test_closures_and_gradient_scaling():
 
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for _ in range(2):
-        loss = both[0].step(closure)
+        loss = optimizers[0].step(closure)
         assert loss is calls[-1]
-        both[1].zero_grad()
+        optimizers[1].zero_grad()
         scaler.scale(twin[0](x).square().mean()).backward()
-        scaler.step(both[1])
+        scaler.step(optimizers[1])
         scaler.update()
     assert len(calls) == 2
-    assert_same_state(tensors_of(model, both[0]), tensors_of(twin, both[1]))
+    assert_same_state(tensors_of(model, optimizers[0]), tensors_of(twin, optimizers[1]))
     for storage in ({"fp8_moments": True}, {"stochastic_rounding": True}):
         with pytest.raises(ValueError, match=r"optimizer_class must step without a closure.*LBFGS"):
             MasterWeights(model.parameters(), torch.optim.LBFGS, **storage)
@@ -360,8 +362,8 @@ def test_states_of_rounded_parameters_are_those_of_float32():
 
 
 @pytest.mark.parametrize("name", ["AdamW", "NAdam", "Adagrad"])
-@each_way
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(kind, storage, name):
+@each_storage
+def test_resumed_run_has_the_bits_of_an_uninterrupted_one(kind, storage, name):
     model, optimizer_class = make_model(kind), getattr(torch.optim, name)
     optimizer = MasterWeights(model.parameters(), optimizer_class, **storage)
     train(model, optimizer, range(3))
@@ -408,7 +410,7 @@ def test_states_load_with_and_without_fp8_moments():
         ("exp_avg.scale", None),
     ],
 )
-def test_quantized_moments_of_another_model_are_refused(name, value):
+def test_quantized_moments_of_another_model_raise(name, value):
     model = make_model()
     optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, fp8_moments=True)
     train(model, optimizer, range(1))
@@ -422,7 +424,7 @@ def test_quantized_moments_of_another_model_are_refused(name, value):
     assert_same_state(tensors_of(model, optimizer), before)
 
 
-def test_moments_in_e4m3_of_older_versions_are_refused():
+def test_moments_in_e4m3_of_older_versions_raise():
     optimizer = MasterWeights(make_model().parameters(), torch.optim.AdamW, fp8_moments=True)
     old = optimizer.state_dict()
     old["state"] = {0: {"exp_avg.qdata": torch.zeros(48, 200, dtype=torch.uint8)}}
@@ -430,14 +432,14 @@ def test_moments_in_e4m3_of_older_versions_are_refused():
         optimizer.load_state_dict(old)
 
 
-@each_way
+@each_storage
 def test_training_ends_where_float32_ends(kind, storage):
     def losses(kind: str, **options) -> Tensor:
         torch.manual_seed(1)
         model = make_model(kind)[:2]
         target = torch.randn(200, 30) / 14
         optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=3e-3, **options)
-        made = []
+        values = []
         for _ in range(150):
             x = torch.randn(64, 200)
             dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
@@ -446,10 +448,10 @@ def test_training_ends_where_float32_ends(kind, storage):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            made.append(loss.detach())
-        return torch.stack(made)
+            values.append(loss.detach())
+        return torch.stack(values)
 
     reference = losses("stored" if kind == "stored" else "float32")
-    made = losses(kind, **storage)
+    stored_losses = losses(kind, **storage)
     assert reference[-50:].mean() < 0.7 * reference[0]
-    assert made[-50:].mean() < 1.01 * reference[-50:].mean()
+    assert stored_losses[-50:].mean() < 1.01 * reference[-50:].mean()

@@ -1,4 +1,4 @@
-"""autocast, regions and delayed-scaling state: what advances, when, and what never does."""
+"""autocast, regions and delayed-scaling state: what advances and when, and what never does."""
 
 import concurrent.futures
 import copy
@@ -40,7 +40,7 @@ def scales(module, recipe=DELAYED):
 
 
 def call(module, value, recipe=DELAYED):
-    """A region with one call, whose inputs all have this value."""
+    """Run a region with one call, whose inputs all have this value."""
     with float8lab.autocast(recipe=recipe):
         return module(torch.full((2, 32), float(value)))
 
@@ -91,16 +91,16 @@ def test_decorator_may_recurse():
     assert STATE.autocast.enabled is None
 
 
-def test_older_spelling_and_no_recipe_which_means_delayed_scaling():
-    m, older = layer(), {"fp8_recipe": DELAYED, "fp8_group": None}
-    with float8lab.fp8_autocast(enabled=True, calibrating=False, **older):
+def test_fp8_autocast_is_accepted_and_no_recipe_means_delayed_scaling():
+    m, older_arguments = layer(), {"fp8_recipe": DELAYED, "fp8_group": None}
+    with float8lab.fp8_autocast(enabled=True, calibrating=False, **older_arguments):
         m(torch.ones(2, 32))
     assert steps(m) == [1, 1, 0]
     call(m, 1, None)
     assert steps(m, recipes.DelayedScaling()) == [1, 1, 0]
 
 
-def test_precedence_of_recipes():
+def test_innermost_region_and_pinned_recipes_take_precedence():
     x = torch.randn(4, 32)
     plain = layer()
     assert gemms_of(plain, x) == (0, 1)  # outside autocast: high precision
@@ -111,17 +111,18 @@ def test_precedence_of_recipes():
     converted = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
     float8lab.convert_to_float8(converted, CURRENT, overrides={"1": None})
     assert gemms_of(converted, x) == (1, 1)
-    with float8lab.autocast():  # leaves each its own
+    with float8lab.autocast():  # keeps the recipe of each layer
         assert gemms_of(converted, x) == (1, 1)
     assert not converted[0]._fp8.slots
-    with float8lab.autocast(recipe=DELAYED):  # overrides the recipe of 0, not the pinned one of 1
+    # Overrides the recipe of layer 0, not the pinned one of layer 1.
+    with float8lab.autocast(recipe=DELAYED):
         assert gemms_of(converted, x) == (1, 1)
     assert (DELAYED, None) in converted[0]._fp8.slots
     with float8lab.autocast(enabled=False):
         assert gemms_of(converted, x) == (0, 2)
 
 
-def test_a_region_without_fp8_modules_warns_once_and_says_what_it_saw(monkeypatch):
+def test_region_without_fp8_modules_warns_once_and_names_the_modules(monkeypatch):
     monkeypatch.setattr(float8lab.autocast, "_warns_of_idle_regions", True)
     torch._dynamo.utils.counters.clear()
     m = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
@@ -134,11 +135,11 @@ def test_a_region_without_fp8_modules_warns_once_and_says_what_it_saw(monkeypatc
     ):
         m(torch.ones(1, 4))
     assert caught[0].filename == __file__
-    with float8lab.autocast():  # said once; filterwarnings = error would raise here
+    with float8lab.autocast():  # no second warning: filterwarnings = error would raise here
         m(torch.ones(1, 4))
 
 
-def test_a_region_with_fp8_modules_is_silent(monkeypatch):
+def test_region_with_fp8_modules_does_not_warn(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(float8lab.autocast, "_warns_of_idle_regions", True)
     call(torch.compile(layer(), fullgraph=True, backend="aot_eager"), 1, CURRENT)
@@ -155,7 +156,7 @@ def test_scales_follow_the_history_of_earlier_regions():
     assert history(m)[:, 0].tolist() == [1.0, 8.0, 2.0, 0.0]
     weight_amax = m.weight.detach().abs().max()
     assert history(m)[0, 1] == weight_amax
-    # Gradients advance with the next region: two of the three have entered.
+    # Gradients advance with the next region, so two of the three have entered.
     assert history(m)[:, 2].tolist() == [24.0, 6.0, 0.0, 0.0]
     expected = 1 / torch.stack(
         [
@@ -167,7 +168,7 @@ def test_scales_follow_the_history_of_earlier_regions():
     assert torch.equal(scales(m), expected)
 
 
-def test_a_call_uses_the_scale_of_the_previous_region():
+def test_call_uses_the_scale_of_the_previous_region():
     m = layer()
     call(m, 1.0, recipes.DelayedScaling())
     before = scales(m, recipes.DelayedScaling())[0]
@@ -187,7 +188,7 @@ def test_n_calls_in_a_region_advance_once_with_the_largest_amax():
     assert history(m)[:, 0].tolist() == [5.0, 0.0, 0.0, 0.0]
     call(other, 1)
     assert steps(other) == [2, 2, 0]
-    assert steps(m) == [1, 1, 0]  # it was not called
+    assert steps(m) == [1, 1, 0]  # m was not called
 
 
 def test_all_modules_of_a_region_share_one_update(monkeypatch):
@@ -218,7 +219,7 @@ def test_nested_enabled_regions_advance_at_the_exit_of_the_outermost():
         assert steps(m)[0] == 2
 
 
-def test_an_exception_in_the_body_advances_nothing_and_is_forgotten():
+def test_exception_in_a_region_advances_nothing_and_is_forgotten():
     m = layer()
     with float8lab.autocast(recipe=DELAYED):
         m(torch.full((2, 32), 2.0)).sum().backward()
@@ -231,17 +232,17 @@ def test_an_exception_in_the_body_advances_nothing_and_is_forgotten():
     assert all(torch.equal(before[k], after[k]) for k in before)
     call(m, 4.0)
     assert history(m)[:2, 0].tolist() == [4.0, 2.0]  # no 1000
-    assert steps(m) == [2, 2, 1]  # dy's did advance
+    assert steps(m) == [2, 2, 1]  # the slot of dy advanced
 
 
 def state(module, recipe=DELAYED):
-    """What a module will cast with: its slots' tensors, and which have a scale."""
+    """The tensors of a module's slots, and which slots have a scale."""
     slots = slots_of(module, recipe)
     return {name: tensor.tolist() for name, tensor in slots.tensors().items()}, slots.seeded
 
 
 @pytest.mark.parametrize("calibrating", [False, True], ids=["", "calibrating"])
-def test_an_aborted_first_region_is_forgotten(calibrating):
+def test_aborted_first_region_is_forgotten(calibrating):
     m = layer()
     twin = copy.deepcopy(m)
     x = torch.randn(2, 32)
@@ -282,12 +283,12 @@ def through_checkpoint(use_reentrant, function=checkpoint):
         lambda module, x: module(x), through_checkpoint(True), through_checkpoint(False),
         through_checkpoint(True, float8lab.checkpoint),
     ],
-    ids=["plain", "reentrant", "non-reentrant", "own"],
+    ids=["plain", "reentrant", "non-reentrant", "float8lab"],
 )  # fmt: skip
-def test_an_aborted_backward_is_forgotten(run):
-    mine = torch.nn.ModuleList([layer(), layer()])
-    twins = copy.deepcopy(mine)
-    # The backward passes of five steps, and which of them may leave a trace.
+def test_aborted_backward_is_forgotten(run):
+    originals = torch.nn.ModuleList([layer(), layer()])
+    twins = copy.deepcopy(originals)
+    # The backward passes of five steps, and the passes of each step that may leave a trace.
     passes = ["abort", "good", "abort good", "good abort", "good"]
     traces = ["", "good", "good", "", "good"]
 
@@ -306,14 +307,14 @@ def test_an_aborted_backward_is_forgotten(run):
                 with pytest.raises(KeyError):
                     aborted.backward()
 
-    for of_mine, of_twin in zip(passes, traces, strict=True):
-        step(mine, of_mine)
-        step(twins, of_twin)
-        assert state(mine[0]) == state(twins[0])
-    assert torch.equal(mine[0].weight.grad, twins[0].weight.grad)
+    for passes_of_original, passes_of_twin in zip(passes, traces, strict=True):
+        step(originals, passes_of_original)
+        step(twins, passes_of_twin)
+        assert state(originals[0]) == state(twins[0])
+    assert torch.equal(originals[0].weight.grad, twins[0].weight.grad)
 
 
-def test_recipes_that_differ_in_any_field_share_nothing():
+def test_recipes_that_differ_in_any_field_share_no_state():
     m = layer()
     other = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max", margin=1)
     for recipe in (DELAYED, other, DELAYED):
@@ -353,7 +354,7 @@ def test_calibration_keeps_the_history_of_all_batches_and_ends_usable(training):
     assert (y - exact).norm() / exact.norm() < 0.05
 
 
-def test_calibration_with_weights_stored_in_fp8():
+def test_calibration_records_amaxes_of_weights_stored_in_fp8():
     with float8lab.fp8_model_init():
         m = layer()
     with (
@@ -379,7 +380,7 @@ def test_fields_of_delayed_scaling_take_effect(field, value):
                 m(batch)
         result[recipe] = scales(m, recipe)[0]
     expected = {
-        "reduce_amax": result[base],  # one process: see the distributed tests
+        "reduce_amax": result[base],  # no effect on one process: see the distributed tests
         "interval": 1 / encode_pow2(torch.tensor(3.0)),
         "margin": result[base] * 8,
         "power_of_2_scale": 1 / (torch.tensor(448.0) / 50.0),
@@ -397,20 +398,20 @@ def test_amax_history_len_and_algo_take_effect():
 
 
 def test_scaling_factor_compute_algo_takes_effect():
-    seen = []
+    calls = []
 
     def algo(amax, old_scaling_factor, fp8_max, recipe):
-        seen.append((amax[0].item(), old_scaling_factor[0].item(), fp8_max.tolist(), recipe))
+        calls.append((amax[0].item(), old_scaling_factor[0].item(), fp8_max.tolist(), recipe))
         return fp8_max / amax / 2
 
     recipe = recipes.DelayedScaling(scaling_factor_compute_algo=algo)
     m = layer()
     call(m, 7.0, recipe)
-    assert seen == [(7.0, 64.0, [448.0, 448.0, 57344.0], recipe)]
+    assert calls == [(7.0, 64.0, [448.0, 448.0, 57344.0], recipe)]
     assert scales(m, recipe)[0] == 1 / 32.0
 
 
-def test_a_converted_delayed_model_advances_once_a_call():
+def test_converted_delayed_model_advances_once_a_call():
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
     model.append(model[0])  # called twice
     float8lab.convert_to_float8(model, DELAYED)
@@ -424,7 +425,7 @@ def test_a_converted_delayed_model_advances_once_a_call():
     assert steps(model[0])[0] == 3
 
 
-def test_an_exception_in_a_converted_delayed_model_leaves_no_region_open():
+def test_exception_in_a_converted_delayed_model_leaves_no_region_open():
     class Fails(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -447,13 +448,13 @@ def test_an_exception_in_a_converted_delayed_model_leaves_no_region_open():
     assert steps(model.inner)[0] == 1
 
 
-def test_a_region_takes_in_what_a_cuda_graph_replayed_inside_it():
+def test_region_takes_in_the_amaxes_of_a_cuda_graph_replayed_inside_it():
     recipe = recipes.DelayedScaling(amax_history_len=3)
     layer = float8lab.Linear(16, 16, device="cpu")
     with float8lab.autocast(recipe=recipe):
         layer(torch.randn(4, 16))
     slots = layer._fp8.slots[recipe, None]
-    RECORDED.packs.add(slots.pack)  # as its casts do where a compiled graph is captured
+    RECORDED.packs.add(slots.pack)  # as casts do when a compiled graph is captured
     state = slots.tensors()
     state["amax"][:2] = torch.tensor([448.0, 224.0])  # as a replay does, without Python
     with float8lab.autocast(recipe=recipe):
@@ -461,14 +462,14 @@ def test_a_region_takes_in_what_a_cuda_graph_replayed_inside_it():
     assert state["history"][0, :2].tolist() == [448.0, 224.0]
     assert state["scale"][:2].tolist() == [1.0, 0.5]
     assert state["steps"].tolist() == [2, 2, 0]
-    with float8lab.autocast(recipe=recipe):  # no new amaxes: nothing to take in
+    with float8lab.autocast(recipe=recipe):  # no new amaxes, so nothing to take in
         layer(torch.randn(4, 16))
     assert state["steps"].tolist() == [2, 2, 0]
 
 
 @pytest.mark.parametrize("delayed", [False, True], ids=["current", "delayed"])
 @pytest.mark.parametrize("make", ["linear", "mlp", "transformer"])
-def test_the_default_dtype_changes_no_number(make, delayed):
+def test_default_dtype_changes_no_result(make, delayed):
     """Frameworks that train in bfloat16 set it as the default while a model runs."""
     recipe = recipes.DelayedScaling(fp8_dpa=True) if delayed else recipes.Float8CurrentScaling()
 
@@ -504,14 +505,14 @@ FP8_ATTENTION = recipes.DelayedScaling(fp8_dpa=True)
 ROWWISE = recipes.Float8RowwiseScaling()
 
 
-def converted():
+def converted_model():
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
     float8lab.convert_to_float8(model, DELAYED)
     return model
 
 
 class Attention(torch.nn.Module):
-    """Attention in FP8, and parameters to train before it."""
+    """FP8 attention, with parameters to train before it."""
 
     def __init__(self):
         super().__init__()
@@ -553,7 +554,7 @@ class InAutocast(torch.nn.Module):
 
 
 class StoredExperts(torch.nn.Module):
-    """Experts whose weights, in FP8, are one tensor, which the module remembers."""
+    """Experts whose FP8 weights are one tensor, which the module remembers."""
 
     def __init__(self):
         super().__init__()
@@ -566,32 +567,34 @@ class StoredExperts(torch.nn.Module):
             return self.experts(self.project(x), [3, 5])
 
 
-@pytest.mark.parametrize("make", [converted, InAutocast, Microbatches, Attention, StoredExperts])
-def test_calls_in_inference_mode_leave_state_that_training_goes_on_with(make):
-    first = make()
+@pytest.mark.parametrize(
+    "make", [converted_model, InAutocast, Microbatches, Attention, StoredExperts]
+)
+def test_training_continues_on_the_state_after_calls_in_inference_mode(make):
+    model = make()
 
     def run(model, mode):
-        """What training gives with calls in ``mode`` before, between and after its steps."""
-        found = []
+        """Return the results of training with calls in ``mode`` before, between and after steps."""
+        results = []
         x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
         for training in (False, True):
             for step in range(2):
                 with mode():
-                    found.append(model.train(training)(x * 3.0**step).clone())
+                    results.append(model.train(training)(x * 3.0**step).clone())
                 y = model.train()(x * 2.0**step)
                 y.square().sum().backward()
-                found += [y, *(p.grad.clone() for p in model.parameters())]
+                results += [y, *(p.grad.clone() for p in model.parameters())]
             with mode():
                 for module in (m for m in model.modules() if hasattr(m, "_fp8")):
                     module._fp8 = copy.deepcopy(module._fp8)
-        return [*found, *float8lab.nn.ScalingState(model).state_dict().values()]
+        return [*results, *float8lab.nn.ScalingState(model).state_dict().values()]
 
-    expected = run(copy.deepcopy(first), torch.no_grad)
-    got = run(first, torch.inference_mode)
+    expected = run(copy.deepcopy(model), torch.no_grad)
+    got = run(model, torch.inference_mode)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_a_region_is_in_force_on_its_own_thread_only():
+def test_region_applies_on_its_own_thread_only():
     m, x = layer(), torch.randn(4, 32)
     with float8lab.autocast(recipe=CURRENT):
         assert in_thread(lambda: gemms_of(m, x)) == (0, 1)
@@ -605,10 +608,10 @@ def test_a_region_is_in_force_on_its_own_thread_only():
         assert gemms_of(m, x) == (1, 0)
 
 
-def test_exits_that_interleave_with_another_threads_leave_nothing_active():
+def test_exits_interleaved_with_those_of_another_thread_leave_nothing_active():
     entered, left = threading.Event(), threading.Event()
 
-    def other():
+    def run_region():
         with float8lab.autocast(recipe=CURRENT):
             entered.set()
             left.wait()
@@ -616,14 +619,14 @@ def test_exits_that_interleave_with_another_threads_leave_nothing_active():
 
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         with float8lab.autocast(recipe=CURRENT):
-            result = executor.submit(other)
+            result = executor.submit(run_region)
             entered.wait()
         left.set()
         assert result.result() == (None, None)
     assert (STATE.autocast.enabled, STATE.region) == (None, None)
 
 
-def test_models_that_two_threads_train_at_once_get_the_losses_they_get_alone():
+def test_models_trained_on_two_threads_at_once_have_the_losses_of_separate_training():
     barrier = threading.Barrier(2)
 
     def train(seed, wait):
@@ -636,7 +639,7 @@ def test_models_that_two_threads_train_at_once_get_the_losses_they_get_alone():
         for step in range(4):
             x = torch.randn(4, 32, generator=generator) * 3.0**step
             with float8lab.autocast(recipe=DELAYED):
-                wait()  # both are inside
+                wait()  # both threads are inside
                 hidden = checkpoint(a, x.requires_grad_(), use_reentrant=step % 2 == 0)
                 wait()
                 loss = b(hidden).square().mean()
@@ -647,13 +650,13 @@ def test_models_that_two_threads_train_at_once_get_the_losses_they_get_alone():
             losses.append(loss.item())
         return losses, steps(a), scales(a).tolist(), scales(b).tolist()
 
-    alone = [train(seed, lambda: None) for seed in (1, 2)]
+    one_after_another = [train(seed, lambda: None) for seed in (1, 2)]
     with concurrent.futures.ThreadPoolExecutor(2) as executor:
         together = executor.map(lambda seed: train(seed, barrier.wait), (1, 2))
-    assert list(together) == alone
+    assert list(together) == one_after_another
 
 
-def test_a_decorator_of_models_may_run_on_several_threads():
+def test_model_init_decorator_may_run_on_several_threads():
     entered, left = threading.Event(), threading.Event()
 
     @float8lab.quantized_model_init()
@@ -673,7 +676,7 @@ def test_a_decorator_of_models_may_run_on_several_threads():
             assert type(layer().weight.data) is torch.Tensor
 
 
-def test_an_enter_that_raises_leaves_nothing_active(monkeypatch):
+def test_enter_that_raises_leaves_nothing_active(monkeypatch):
     def fail(*args, **kwargs):
         raise MemoryError
 
@@ -690,28 +693,28 @@ def test_an_enter_that_raises_leaves_nothing_active(monkeypatch):
     assert steps(m, recipes.DelayedScaling())[0] == 1
 
 
-@pytest.mark.parametrize("again", ["seeded", "advanced", "loaded"])
-def test_delayed_casts_multiply_by_the_encode_factor(again):
+@pytest.mark.parametrize("scale_origin", ["seeded", "advanced", "loaded"])
+def test_delayed_casts_multiply_by_the_encode_factor(scale_origin):
     recipe = recipes.DelayedScaling(power_of_2_scale=False)
     for x in near_ties(4)[:, None]:
         model = float8lab.convert_to_float8(layer(K=160), recipe)
         with torch.no_grad():
             model(x)
-            if again != "seeded":
+            if scale_origin != "seeded":
                 model(x)
-            if again == "loaded":
+            if scale_origin == "loaded":
                 state = float8lab.nn.ScalingState(model).state_dict()
                 model = float8lab.convert_to_float8(layer(K=160), recipe)
                 float8lab.nn.ScalingState(model).load_state_dict(state)
         slots = slots_of(model, recipe)
         factors = slots.scale_for(0, x, record=False).factors
-        how = (torch.float8_e4m3fn, (-1, -1), "encode")
-        q, _, _ = float8lab.ops.reference.quantize(x, *how, given=factors.encode)
+        cast_arguments = (torch.float8_e4m3fn, (-1, -1), "encode")
+        q, _, _ = float8lab.ops.reference.quantize(x, *cast_arguments, given=factors.encode)
         assert torch.equal(q.view(torch.uint8), by_multiplying(x))
         assert torch.equal(factors.scale, 1 / factors.encode)
 
 
-def test_a_delayed_scale_that_is_loaded_alone_has_its_reciprocal():
+def test_delayed_scale_that_is_loaded_alone_has_its_reciprocal():
     model = layer()
     with float8lab.autocast(recipe=DELAYED):
         model(torch.randn(4, 32))

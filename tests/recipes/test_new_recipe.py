@@ -1,4 +1,4 @@
-"""The recipe that CONTRIBUTING.md adds as an example is defined, and trains."""
+"""The example recipe of CONTRIBUTING.md is defined, and trains."""
 
 import torch
 
@@ -6,7 +6,7 @@ import float8lab
 from tests.contributing import example
 
 
-def test_the_recipe_of_the_page_trains() -> None:
+def test_recipe_of_contributing_page_trains() -> None:
     recipe = example("How to add a recipe", "Float8NarrowScaling")()
     layer, x, target = float8lab.Linear(96, 80), torch.randn(24, 96), torch.randn(24, 80)
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
@@ -20,5 +20,5 @@ def test_the_recipe_of_the_page_trains() -> None:
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
     with torch.no_grad(), float8lab.autocast(recipe=recipe):
-        low = layer(x)
-    assert not torch.equal(low, layer(x))
+        fp8_y = layer(x)
+    assert not torch.equal(fp8_y, layer(x))

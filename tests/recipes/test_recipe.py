@@ -48,13 +48,13 @@ def test_unknown_keyword_and_positional_arguments_are_type_errors(cls):
 
 
 @each_recipe
-def test_frozen(cls):
+def test_recipes_are_frozen(cls):
     with pytest.raises(dataclasses.FrozenInstanceError):
         cls().fp8_format = Format.E4M3
 
 
 @each_recipe
-def test_equality_and_hash_by_value(cls):
+def test_equality_and_hash_are_by_value(cls):
     assert cls() == cls()
     assert hash(cls()) == hash(cls())
     other = cls(override_linear_precision=(False, False, True))
@@ -64,7 +64,7 @@ def test_equality_and_hash_by_value(cls):
 
 
 @each_recipe
-def test_copies_are_equal(cls):
+def test_copied_and_pickled_recipes_are_equal(cls):
     recipe = cls(fast_accum=(True, True, False))
     assert copy.deepcopy(recipe) == recipe
     assert pickle.loads(pickle.dumps(recipe)) == recipe
@@ -128,7 +128,7 @@ def test_repr_is_short_and_evaluates_to_an_equal_recipe():
     assert repr(recipes.Float8CurrentScaling()) == "Float8CurrentScaling()"
 
 
-def test_callables_show_their_name():
+def test_repr_shows_the_name_of_callables():
     assert repr(recipes.DelayedScaling(amax_compute_algo=max)) == (
         "DelayedScaling(amax_compute_algo=max)"
     )
@@ -158,8 +158,8 @@ def test_fast_accum_takes_effect(cls):
 
 @pytest.mark.parametrize("cls", ALL[:4], ids=lambda c: c.__name__)
 def test_power_of_2_scale_takes_effect(cls):
-    for on, rule in ((True, "pow2"), (False, "fp32")):
-        plan = cls(power_of_2_scale=on).linear
+    for enabled, rule in ((True, "pow2"), (False, "fp32")):
+        plan = cls(power_of_2_scale=enabled).linear
         assert {plan.x.scale_rule, plan.w.scale_rule, plan.dy.scale_rule} == {rule}
 
 
@@ -173,7 +173,7 @@ def test_high_precision_wgrad_takes_effect():
     assert recipes.Float8RowwiseScaling().linear.wgrad is not None
 
 
-def test_blocks():
+def test_blocks_and_delayed_scaling_of_each_recipe():
     blocks = {cls: (cls().linear.x.block, cls().linear.w.block) for cls in ALL}
     assert blocks == {
         recipes.DelayedScaling: ((-1, -1), (-1, -1)),

@@ -2,8 +2,8 @@
 
     python -m tests.tensor.dispatch_table
 
-An op is an expression over the names of ``operands``; it is evaluated once with Float8Tensors and
-once with what they dequantize to, and the two must agree.
+An op is an expression over the names of ``operands``. It is evaluated once with Float8Tensors and
+once with their dequantized values, and the two results must agree.
 """
 
 import copy
@@ -41,8 +41,8 @@ SIZE = 160  # two blocks of 128, the second cut off by the edge; five of 32
 
 
 def _expressions(text: str) -> tuple[str, ...]:
-    """The expressions of a text, which semicolons and ends of lines part."""
-    return tuple(part.strip() for part in re.split(r";|\n", text.strip()))
+    """Split a text into expressions, at semicolons and ends of lines."""
+    return tuple(expression.strip() for expression in re.split(r";|\n", text.strip()))
 
 
 OPS: dict[str, tuple[str, ...]] = {
@@ -313,14 +313,14 @@ OPS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one op did on one granularity."""
+    """What one op does on one granularity."""
 
     kind: str
     detail: str = ""
 
 
 class _Kinds(TorchDispatchMode):
-    """Notes which aten ops meet a Float8Tensor, before it handles them."""
+    """Records which aten ops get a Float8Tensor, before it handles them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ class _Kinds(TorchDispatchMode):
 
 
 def _step(optimizer: Any, x: torch.Tensor, grad: torch.Tensor, **options: Any) -> torch.Tensor:
-    """One optimizer step on a parameter of x's values; returns the parameter."""
+    """Take one optimizer step on a parameter of x's values; return ``x`` with the result."""
     parameter = nn.Parameter(x)
     parameter.grad = grad.clone()
     optimizer([parameter], lr=0.01, **options).step()
@@ -365,7 +365,7 @@ def _plain_tensors(granularity: str) -> dict[str, torch.Tensor]:
 
 
 def operands(expression: str, granularity: str, *, plain: bool = False) -> dict[str, Any]:
-    """What it names, fresh, of the Float8Tensors x, y, q, k and ordinary tensors; and modules."""
+    """Return the values of an expression's names: fresh Float8Tensors, plain tensors, modules."""
     tensors = (_plain_tensors if plain else _tensors)(granularity)
     modules = {"torch": torch, "F": F, "nn": nn, "copy": copy, "pickle": pickle, "step": _step}
     words = re.findall(r"\w+", expression)
@@ -373,7 +373,7 @@ def operands(expression: str, granularity: str, *, plain: bool = False) -> dict[
 
 
 def _evaluate(expression: str, names: dict[str, Any]) -> Any:
-    torch.default_generator.manual_seed(0)  # of the CPU alone, which costs a thousandth
+    torch.default_generator.manual_seed(0)  # only the CPU's generator, in a thousandth of the time
     return eval(expression, names)
 
 
@@ -382,21 +382,21 @@ def _plain(value: Any) -> Any:
 
 
 def _is_numbers(value: Any) -> bool:
-    """Whether it is what ``tolist`` returns, which is compared as a whole."""
+    """Whether a value is what ``tolist`` returns, which is compared as one value."""
     first = value[0] if isinstance(value, list) and value else None
     return isinstance(first, float) or (isinstance(first, list) and _is_numbers(first))
 
 
 def _disagreement(actual: Any, expected: Any, tolerance: float) -> str:
-    """Why two results differ; empty if they agree."""
+    """Return why two results differ, or an empty string if they agree."""
     if not isinstance(expected, torch.Tensor):
-        same = actual == expected or (actual != actual and expected != expected)
-        return "" if same else f"{actual!r} is not {expected!r}"
+        is_equal = actual == expected or (actual != actual and expected != expected)
+        return "" if is_equal else f"{actual!r} is not {expected!r}"
     if not isinstance(actual, torch.Tensor):
         return f"got a {type(actual).__name__}"
-    facts = [(t.shape, t.dtype) for t in (actual, expected)]
-    if facts[0] != facts[1]:
-        return f"{facts[0]} is not {facts[1]}"
+    shapes_and_dtypes = [(t.shape, t.dtype) for t in (actual, expected)]
+    if shapes_and_dtypes[0] != shapes_and_dtypes[1]:
+        return f"{shapes_and_dtypes[0]} is not {shapes_and_dtypes[1]}"
     if actual.dtype == torch.bool or torch.equal(actual, expected):
         return "" if torch.equal(actual, expected) else "other answers"
     wide = torch.complex128 if actual.is_complex() else torch.float64
@@ -405,26 +405,26 @@ def _disagreement(actual: Any, expected: Any, tolerance: float) -> str:
     return "" if error <= tolerance or math.isnan(error) else f"relative error {error:.2g}"
 
 
-# Results that FP8 rounds; views and copies, which change no bit; and others that must be exact but
-# for the order of summation.
+# FP8 rounds the results of some sections; views and copies change no bit; other results must be
+# exact up to the order of summation.
 _EXACT, _ROUNDED = 1e-4, 0.1
-_ROUNDS = ("Products", "In place", "Optimizer steps over lists")
-_KEEPS = ("Views", "Copies, moves and allocation")
-_WIDER = ("x.to(torch.float64)", "x.double()")  # the scale, too, is one of float64 there
-_ROUNDED_TOO = (
-    "F.scaled_dot_product_attention(q, q, q)",  # the probabilities
+_ROUNDED_SECTIONS = ("Products", "In place", "Optimizer steps over lists")
+_BITWISE_SECTIONS = ("Views", "Copies, moves and allocation")
+_FLOAT64_OPS = ("x.to(torch.float64)", "x.double()")  # the scale is float64, too
+_ROUNDED_OPS = (
+    "F.scaled_dot_product_attention(q, q, q)",  # rounds the probabilities
     "F.scaled_dot_product_attention(q, q, q, is_causal=True)",
     "F.scaled_dot_product_attention(q, k[:, :1], k[:, :1], enable_gqa=True)",
 )
-# Documented to differ; and draws again until all rounded numbers are in range.
-_APART = ("x.untyped_storage().nbytes()", "nn.init.trunc_normal_(x)")
+# One is documented to differ; the other draws again until all rounded numbers are in range.
+_EXEMPT_OPS = ("x.untyped_storage().nbytes()", "nn.init.trunc_normal_(x)")
 
 
 def try_op(section: str, expression: str, granularity: str) -> Outcome | None:
-    """Run one op; None if it fails on ordinary tensors too.
+    """Run one op; return None if it fails on plain tensors, too.
 
     Raises:
-        AssertionError: the result differs from that on the dequantized tensors.
+            AssertionError: the result differs from that of the dequantized tensors.
     """
     names, plain_names = (operands(expression, granularity, plain=p) for p in (False, True))
     try:
@@ -445,35 +445,38 @@ def try_op(section: str, expression: str, granularity: str) -> Outcome | None:
                 actual = _evaluate(expression, names)
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             return Outcome(ERROR, str(error).split("\n")[0])
-    if expression in _APART:
+    if expression in _EXEMPT_OPS:
         return Outcome(kind)
-    rounds = section in _ROUNDS or expression in _ROUNDED_TOO
-    keeps = section in _KEEPS and expression not in _WIDER
-    tolerance = _ROUNDED if rounds else 0.0 if keeps else _EXACT
-    leaves, wanted = (tree_leaves(value, is_leaf=_is_numbers) for value in (actual, expected))
-    pairs = list(zip(leaves, wanted, strict=True))
-    pairs += [(names[n], plain_names[n]) for n in ("x", "y", "p") if n in names]  # written
-    for one, other in pairs:
-        why = _disagreement(one if _is_numbers(one) else _plain(one), other, tolerance)
-        assert not why, f"{expression} on {granularity}: {why}"
+    is_rounded = section in _ROUNDED_SECTIONS or expression in _ROUNDED_OPS
+    is_bitwise = section in _BITWISE_SECTIONS and expression not in _FLOAT64_OPS
+    tolerance = _ROUNDED if is_rounded else 0.0 if is_bitwise else _EXACT
+    leaves, expected_leaves = (
+        tree_leaves(value, is_leaf=_is_numbers) for value in (actual, expected)
+    )
+    pairs = list(zip(leaves, expected_leaves, strict=True))
+    # The op may write these.
+    pairs += [(names[n], plain_names[n]) for n in ("x", "y", "p") if n in names]
+    for got, want in pairs:
+        difference = _disagreement(got if _is_numbers(got) else _plain(got), want, tolerance)
+        assert not difference, f"{expression} on {granularity}: {difference}"
     for leaf in leaves:
         if isinstance(leaf, Float8Tensor):
             check_spec(leaf, _tensors(granularity)["x"], f"{expression} on {granularity}")
     return Outcome(kind)
 
 
-def check_spec(t: Float8Tensor, source: Float8Tensor, what: str) -> None:
-    """The parts of a Float8Tensor fit together, and its format and rule are its source's."""
-    assert len(t.spec.block) == t.ndim, what
-    assert t.scale.shape == t.amax.shape == t.spec.scale_shape(tuple(t.shape)), what
-    assert t.qdata.shape == t.shape, what
-    assert t.stride() == t.qdata.stride(), what
-    assert t.spec.fp8_dtype == t.qdata.dtype == source.spec.fp8_dtype, what
-    assert t.spec.scale_rule == source.spec.scale_rule, what
+def check_spec(t: Float8Tensor, source: Float8Tensor, label: str) -> None:
+    """Assert that the inner tensors fit together, and that format and rule are the source's."""
+    assert len(t.spec.block) == t.ndim, label
+    assert t.scale.shape == t.amax.shape == t.spec.scale_shape(tuple(t.shape)), label
+    assert t.qdata.shape == t.shape, label
+    assert t.stride() == t.qdata.stride(), label
+    assert t.spec.fp8_dtype == t.qdata.dtype == source.spec.fp8_dtype, label
+    assert t.spec.scale_rule == source.spec.scale_rule, label
 
 
 def outcomes() -> Iterator[tuple[str, str, dict[str, Outcome]]]:
-    """Section, expression and outcome by granularity of every op that ordinary tensors have."""
+    """Yield section, expression and outcomes by granularity of every op of plain tensors."""
     for section, expressions in OPS.items():
         for expression in expressions:
             row = {name: try_op(section, expression, name) for name in GRANULARITIES}
@@ -501,7 +504,7 @@ compared with the same expression on the dequantized tensors. `p`, `v`, `pq` are
 
 
 def render(rows: list[tuple[str, str, dict[str, Outcome]]]) -> str:
-    """The page."""
+    """Return the page."""
     kinds = (NATIVE, INSIDE, REQUANTIZE, DEQUANTIZE, ERROR)
     text = _HEAD.replace("@TORCH@", TORCH) + f"{len(rows)} ops. How many do what:\n\n| | "
     text += " | ".join(GRANULARITIES) + " |\n" + "| --- " * (len(GRANULARITIES) + 1) + "|\n"
@@ -511,11 +514,11 @@ def render(rows: list[tuple[str, str, dict[str, Outcome]]]) -> str:
     for section in OPS:
         text += f"\n## {section}\n\n| op | " + " | ".join(GRANULARITIES) + " |\n"
         text += "| --- " * (len(GRANULARITIES) + 1) + "|\n"
-        for where, expression, row in rows:
-            if where == section:
-                shown = expression.replace("|", "\\|")
+        for row_section, expression, row in rows:
+            if row_section == section:
+                escaped = expression.replace("|", "\\|")
                 cells = " | ".join(row[n].kind for n in GRANULARITIES)
-                text += f"| `{shown}` | {cells} |\n"
+                text += f"| `{escaped}` | {cells} |\n"
     refusals: dict[str, list[str]] = {}
     for _, expression, row in rows:
         for outcome in row.values():

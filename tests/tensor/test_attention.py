@@ -1,4 +1,4 @@
-"""Attention of Float8Tensors: the FP8 op where it fits, torch's on the dequantized elsewhere."""
+"""Attention of Float8Tensors: the FP8 op where it fits, else torch's on dequantized tensors."""
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ def operands(Sq=40, Sk=56, *, H=4, G=4, D=32, **options):
     return [make(s, **options) for s in sizes]
 
 
-def runs_fp8(function):
-    """The result, and whether the FP8 op computed it."""
+def run_and_detect_fp8(function):
+    """Return the result, and whether the FP8 op computed it."""
     with Ops() as ops:
         result = function()
     return result, torch.ops.float8lab.fp8_attention.default in ops.seen
@@ -43,28 +43,28 @@ CASES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_fp8_attention_and_its_gradients(case, dtype, device):
-    shapes, how = CASES[case]
+def test_fp8_attention_and_its_gradients_are_near_float64(case, dtype, device):
+    shapes, keywords = CASES[case]
     qkv = operands(dtype=dtype, device=device, **shapes)
     exact_qkv = [t.detach().dequantize().double().requires_grad_() for t in qkv]
-    y, fp8 = runs_fp8(lambda: F.scaled_dot_product_attention(*qkv, **how))
-    assert fp8
-    exact = F.scaled_dot_product_attention(*exact_qkv, **how)
+    y, used_fp8 = run_and_detect_fp8(lambda: F.scaled_dot_product_attention(*qkv, **keywords))
+    assert used_fp8
+    exact = F.scaled_dot_product_attention(*exact_qkv, **keywords)
     assert (y.dtype, y.shape) == (dtype, exact.shape)
-    # Each probability is off by 1/16 at most, or 2 ** -18: so is their mean of values.
+    # Each probability is off by 1/16 at most, or by 2 ** -18, and so is its mean of values.
     v = exact_qkv[2].detach().abs()
-    mean = F.scaled_dot_product_attention(*exact_qkv[:2], v, **how)
+    mean = F.scaled_dot_product_attention(*exact_qkv[:2], v, **keywords)
     assert ((y - exact).abs() <= mean / 16 + v.sum() * 2.0**-18 + y.abs() * 2.0**-7).all()
     dy = torch.randn_like(y)
     got = torch.autograd.grad(y, qkv, dy)
     want = torch.autograd.grad(exact, exact_qkv, dy.double())
     for g, w in zip(got, want, strict=True):
-        # Backward is in high precision, but for the rounded output's part in it.
+        # Backward is in high precision, except for the contribution of the rounded output.
         assert (g.dtype, g.shape) == (dtype, w.shape)
         assert (g - w).norm() <= w.norm() / 16
 
 
-def test_against_the_op():
+def test_attention_equals_the_fp8_op():
     q, k, v = operands()
     scales = [t.scale.view(1) for t in (q, k, v)]
     out, *_ = torch.ops.float8lab.fp8_attention(
@@ -73,15 +73,15 @@ def test_against_the_op():
     assert torch.equal(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3), out)
 
 
-def test_a_gpu_without_a_kernel_runs_torchs(monkeypatch):
+def test_gpu_without_a_kernel_runs_torchs_attention(monkeypatch):
     monkeypatch.setattr(float8lab.tensor.attention, "has_fp8_attention", lambda *arguments: False)
     qkv = operands()
-    y, fp8 = runs_fp8(lambda: F.scaled_dot_product_attention(*qkv))
-    assert not fp8
+    y, used_fp8 = run_and_detect_fp8(lambda: F.scaled_dot_product_attention(*qkv))
+    assert not used_fp8
     assert torch.equal(y, F.scaled_dot_product_attention(*(t.dequantize() for t in qkv)))
 
 
-def test_only_the_gradients_that_are_wanted():
+def test_only_required_gradients_are_computed():
     q, k, v = operands()
     k = k.detach()
     y = F.scaled_dot_product_attention(q, k, v)
@@ -91,7 +91,7 @@ def test_only_the_gradients_that_are_wanted():
 
 
 MASK = torch.ones(40, 56, dtype=torch.bool).tril()
-ELSEWHERE = {
+UNSUPPORTED = {
     "mask": ({}, {"attn_mask": MASK}),
     "bias": ({}, {"attn_mask": torch.randn(40, 56)}),
     "bias-grad": ({}, {"attn_mask": torch.randn(40, 56, requires_grad=True)}),
@@ -105,20 +105,20 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("case", ELSEWHERE)
-def test_elsewhere_as_on_the_dequantized(case):
-    options, how = ELSEWHERE[case]
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_unsupported_attention_equals_that_of_dequantized_tensors(case):
+    options, keywords = UNSUPPORTED[case]
     qkv = operands(**options)
     plain = [t.detach().dequantize().requires_grad_() for t in qkv]
-    y, fp8 = runs_fp8(lambda: F.scaled_dot_product_attention(*qkv, **how))
-    assert not fp8
-    expected = F.scaled_dot_product_attention(*plain, **how)
+    y, used_fp8 = run_and_detect_fp8(lambda: F.scaled_dot_product_attention(*qkv, **keywords))
+    assert not used_fp8
+    expected = F.scaled_dot_product_attention(*plain, **keywords)
     assert torch.equal(y, expected)
     got = torch.autograd.grad(y.square().sum(), qkv)
     torch.testing.assert_close(got, torch.autograd.grad(expected.square().sum(), plain))
 
 
-def test_an_ordinary_partner_and_other_dimensions_dequantize():
+def test_plain_operands_and_other_dimensions_dequantize():
     q, k, v = operands()
     plain = [t.dequantize() for t in (q, k, v)]
     expected = F.scaled_dot_product_attention(*plain)
@@ -130,19 +130,19 @@ def test_an_ordinary_partner_and_other_dimensions_dequantize():
         F.scaled_dot_product_attention(q, k[:, :3], v[:, :3])
 
 
-def test_torchs_choice_decodes_nothing(monkeypatch):
+def test_torchs_choice_of_a_backend_decodes_nothing(monkeypatch):
     q, k, v = operands()
     expected = torch._fused_sdp_choice(*(t.detach().dequantize() for t in (q, k, v)))
     monkeypatch.setattr(Float8Tensor, "_decode", None)
     assert torch._fused_sdp_choice(q, k, v) == expected
 
 
-def test_views_and_empty_sequences():
+def test_attention_of_views_and_empty_sequences():
     base = make((2, 20, 8, 32)).detach()
     view = base[:, 3:18, 1:5].transpose(1, 2)
     base.mul_(100)
-    y, fp8 = runs_fp8(lambda: F.scaled_dot_product_attention(view, view, view))
-    assert fp8
+    y, used_fp8 = run_and_detect_fp8(lambda: F.scaled_dot_product_attention(view, view, view))
+    assert used_fp8
     plain = view.dequantize()
     expected = F.scaled_dot_product_attention(plain, plain, plain)
     assert (y - expected).norm() <= expected.norm() / 16
@@ -152,18 +152,18 @@ def test_views_and_empty_sequences():
     assert y.shape == empty.grad.shape == (2, 4, 0, 32)
 
 
-def test_autocast_decides_the_dtype():
+def test_autocast_decides_the_output_dtype():
     q, k, v = operands()
     with torch.autocast("cpu", torch.bfloat16):
-        y, fp8 = runs_fp8(lambda: F.scaled_dot_product_attention(q, k, v))
-    assert fp8
+        y, used_fp8 = run_and_detect_fp8(lambda: F.scaled_dot_product_attention(q, k, v))
+    assert used_fp8
     assert y.dtype == torch.bfloat16
     y.sum().backward()
     assert q.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["", "grad"])
-def test_compiled(gradients, device):
+def test_compiled_attention_equals_eager_attention(gradients, device):
     def function(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True) * 2
 

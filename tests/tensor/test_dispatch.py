@@ -1,4 +1,4 @@
-"""Handlers of the dispatch table, one by one: values, specs, and writes through views."""
+"""The handlers of the dispatch table: values, specs, and writes through views."""
 
 import copy
 import functools
@@ -37,14 +37,14 @@ def make(shape, block, seed=0):
 
 
 def random_view(x, rng):
-    """A view op that ``x``, a plain tensor, allows, as a function."""
+    """Return a random view op, as a function, that the plain tensor ``x`` allows."""
     ops = [lambda t: t.squeeze(), lambda t: t.detach()]
     if x.ndim < 4:
-        at = rng.randrange(x.ndim + 1)
-        ops.append(lambda t: t.unsqueeze(at))
+        position = rng.randrange(x.ndim + 1)
+        ops.append(lambda t: t.unsqueeze(position))
     if x.ndim:
-        dim, other = rng.randrange(x.ndim), rng.randrange(x.ndim)
-        ops += 2 * [lambda t: t.transpose(dim, other)]
+        dim, second_dim = rng.randrange(x.ndim), rng.randrange(x.ndim)
+        ops += 2 * [lambda t: t.transpose(dim, second_dim)]
         n = x.shape[dim]
         if n > 1:
             start = rng.randrange(n)
@@ -54,11 +54,11 @@ def random_view(x, rng):
     if x.ndim >= 2:
         ops.append(lambda t: t.diagonal())
     if x.is_contiguous() and x.numel():
-        rest, sizes = x.numel(), []
-        while rest > 1 and len(sizes) < 3:
-            sizes.append(rng.choice([k for k in range(1, rest + 1) if rest % k == 0]))
-            rest //= sizes[-1]
-        sizes.append(rest)
+        remaining, sizes = x.numel(), []
+        while remaining > 1 and len(sizes) < 3:
+            sizes.append(rng.choice([k for k in range(1, remaining + 1) if remaining % k == 0]))
+            remaining //= sizes[-1]
+        sizes.append(remaining)
         rng.shuffle(sizes)
         ops += 3 * [lambda t: t.view(sizes)]
     return rng.choice(ops)
@@ -79,9 +79,9 @@ def test_chains_of_views_stay_fp8_and_write_through(block, write):
         shape = rng.choice([(12, 20), (16, 16), (3, 8, 10), (2, 3, 4, 8), (24,), (17, 9)])
         base = make(shape, block, seed=case)
         spec, before = base.spec, base.dequantize()
-        plain, shown = before.clone(), torch.zeros(shape, dtype=torch.bool)
+        plain, is_written = before.clone(), torch.zeros(shape, dtype=torch.bool)
         views = []
-        t, p, m = base, plain, shown
+        t, p, m = base, plain, is_written
         for _ in range(rng.randrange(1, 5)):
             view = random_view(p, rng)
             views.append(view)
@@ -97,15 +97,17 @@ def test_chains_of_views_stay_fp8_and_write_through(block, write):
         for x in (t, p):
             write(x, value, value8)
         m.fill_(True)
-        now = base.dequantize()
-        touched = expand_scale(block_amax(shown, spec.block) > 0, spec.block, shape).expand(shape)
-        assert torch.equal(now[~touched], before[~touched])  # other blocks keep every bit
+        after = base.dequantize()
+        touched = expand_scale(block_amax(is_written, spec.block) > 0, spec.block, shape).expand(
+            shape
+        )
+        assert torch.equal(after[~touched], before[~touched])  # other blocks keep every bit
         amax = expand_scale(block_amax(plain, spec.block), spec.block, shape)
-        assert ((now - plain).abs() <= plain.abs() / 15 + amax / 200_000).all()
-        assert torch.equal(t.dequantize(), functools.reduce(lambda x, f: f(x), views, now))
+        assert ((after - plain).abs() <= plain.abs() / 15 + amax / 200_000).all()
+        assert torch.equal(t.dequantize(), functools.reduce(lambda x, f: f(x), views, after))
 
 
-def test_a_view_sees_later_writes_to_its_base():
+def test_view_sees_later_writes_to_its_base():
     base = make((16, 16), (8, 8))
     aligned, partial, cut = base[8:], base[1:3], base[3:13]
     base.mul_(100)
@@ -124,7 +126,7 @@ def test_copying_fp8_into_part_of_zeros_keeps_the_bytes_and_the_scale():
         assert torch.equal(padded[:12].qdata.view(torch.uint8), x.qdata.view(torch.uint8))
 
 
-def test_assignment_by_index_writes_only_what_it_names():
+def test_assignment_by_index_writes_only_the_blocks_of_its_index():
     x = make((16, 16), (8, 8))
     mask = torch.zeros(16, 16, dtype=torch.bool)
     mask[0, 0] = True
@@ -136,7 +138,7 @@ def test_assignment_by_index_writes_only_what_it_names():
         assert t.dequantize()[0, 0] == pytest.approx(1000.0)
 
 
-def test_a_view_that_lost_its_base_refuses_writes():
+def test_view_that_lost_its_base_refuses_writes():
     view = make((8, 8), (-1, -1))[2:4]
     names, context = view.__tensor_flatten__()
     inner = {name: getattr(view, name) for name in names}
@@ -164,12 +166,12 @@ def test_expanded_views_refuse_writes_as_torch_does():
         ((1, 8), (8,), (1, -1), (-1,)),
     ],
 )  # fmt: skip
-def test_views_that_cut_no_block(old, new, block, expected):
+def test_views_that_cut_no_block_have_blocks_in_both_directions(old, new, block, expected):
     assert block_of_view(old, new, block) == (expected, block)
 
 
 @each_block
-def test_as_strided_is_slices_and_permutations(block):
+def test_as_strided_takes_slices_and_permutations_only(block):
     t = make((12, 20), block)
     p = t.dequantize()
     for args in (
@@ -184,7 +186,7 @@ def test_as_strided_is_slices_and_permutations(block):
         t.t().as_strided((3, 3), (5, 2))
 
 
-REFUSED = {
+UNSUPPORTED = {
     "view-dtype": lambda t: t.view(torch.uint8), "view-fp8": lambda t: t.view(torch.float8_e4m3fn),
     "t_": lambda t: t.t_(), "unsqueeze_": lambda t: t.unsqueeze_(0),
     "set_": lambda t: t.set_(torch.ones(2)), "resize_": lambda t: t.resize_(3),
@@ -192,16 +194,16 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED.keys())
-def test_refused_with_the_reason(call):
+@pytest.mark.parametrize("call", UNSUPPORTED.values(), ids=UNSUPPORTED.keys())
+def test_unsupported_methods_raise_with_the_reason(call):
     with pytest.raises(NotImplementedError, match=r"must (not|keep)"):
         call(make((4, 4), (1, -1)))
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
 @pytest.mark.parametrize("shape", [(), (1,), (0,)], ids=str)
-def test_a_result_of_another_size_is_refused_and_nothing_is_written(shape):
-    """Torch resizes the tensor; some ops that write in place do so, too."""
+def test_result_of_another_size_raises_and_writes_nothing(shape):
+    """Torch resizes a plain tensor; some in-place ops do so, too."""
     a, b = torch.ones(2, 3, 4), torch.ones(2, 4, 5)
     x, y = quantize(torch.zeros(shape)), quantize(torch.zeros(3, 4))
     with float8lab.fallback("silent"):
@@ -215,7 +217,7 @@ def test_a_result_of_another_size_is_refused_and_nothing_is_written(shape):
     assert not torch.cat([x.dequantize().view(-1), y.dequantize().view(-1)]).any()
 
 
-def test_out_of_a_function_that_torch_would_split_is_written():
+def test_out_argument_of_composite_functions_is_written():
     x = quantize(torch.eye(4) * 2)
     for function in (torch.cholesky_inverse, torch.linalg.pinv):
         out = quantize(torch.zeros(4, 4))
@@ -247,7 +249,7 @@ def differentiated_twice(function):
     ],
     ids=["view_as_complex", "func.grad", "vmap", "rms_norm twice", "attention twice"],
 )
-def test_what_fp8_cannot_do_says_what_to_do_instead(call, message):
+def test_functions_that_fp8_cannot_run_raise_with_an_alternative(call, message):
     with pytest.raises(NotImplementedError, match=message):
         call(quantize(torch.randn(4, 8)))
 
@@ -265,7 +267,7 @@ def test_what_fp8_cannot_do_says_what_to_do_instead(call, message):
         lambda x: torch.mv(x[None], x[0]), lambda x: torch.ops.aten.slice(x, 2, 0, 1),
     ],
 )  # fmt: skip
-def test_what_torch_refuses_is_refused(call, block):
+def test_calls_that_torch_refuses_raise(call, block):
     x = quantize(torch.randn(4, 8), block=block)
     with float8lab.fallback("silent"):
         for tensor in (x.dequantize(), x):
@@ -273,7 +275,7 @@ def test_what_torch_refuses_is_refused(call, block):
                 call(tensor)
 
 
-COMPUTED_IN_STEPS = {
+MULTI_STEP_FUNCTIONS = {
     "hinge_embedding_loss": lambda x, v: F.hinge_embedding_loss(x, -torch.ones(8, 8), margin=0.3),
     "lerp": lambda x, v: torch.lerp(v, 2 * v, x), "addcdiv": lambda x, v: torch.addcdiv(v, v, x),
     "vector_norm": lambda x, v: torch.linalg.vector_norm(x, 3.5, dim=1),
@@ -287,9 +289,9 @@ COMPUTED_IN_STEPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("function", COMPUTED_IN_STEPS.values(), ids=COMPUTED_IN_STEPS)
+@pytest.mark.parametrize("function", MULTI_STEP_FUNCTIONS.values(), ids=MULTI_STEP_FUNCTIONS)
 @pytest.mark.filterwarnings("ignore:aten.*has no FP8 implementation")
-def test_what_torch_computes_in_steps_is_not_rounded_between_them(function):
+def test_multi_step_functions_are_not_rounded_between_steps(function):
     x, v = quantize(torch.randn(8, 8).tril() + 3 * torch.eye(8)), torch.randn(8, 8)
     results = []
     for t in (x, x.dequantize()):
@@ -339,13 +341,13 @@ def test_new_tensors_keep_every_value_and_share_nothing(block):
 
 def test_tensors_of_other_formats_are_not_joined_in_fp8():
     x = make((4, 4), (1, -1))
-    for other in (quantize(torch.ones(4, 4), torch.float8_e5m2), torch.ones(4, 4), x.bfloat16()):
+    for operand in (quantize(torch.ones(4, 4), torch.float8_e5m2), torch.ones(4, 4), x.bfloat16()):
         with pytest.raises(NotImplementedError, match=r"aten\.cat"):
-            torch.cat([x, other])
+            torch.cat([x, operand])
 
 
 @each_block
-def test_like_functions(block):
+def test_like_functions_return_fp8_or_plain_tensors(block):
     t = make((12, 20), block)
     for result in (torch.empty_like(t), t.new_empty(3, 4), t.new_zeros((2, 3, 4))):
         assert isinstance(result, Float8Tensor)
@@ -361,17 +363,17 @@ def test_like_functions(block):
 
 @pytest.mark.gpu
 @each_block
-def test_moves_to_the_gpu_and_back(block):
+def test_values_survive_a_move_to_the_gpu_and_back(block):
     t = make((12, 20), block)
     pinned = t.pin_memory()
     assert pinned.is_pinned()
-    there = pinned.to("cuda", non_blocking=True)
-    there.record_stream(torch.cuda.current_stream())
-    assert there.scale.is_cuda
-    assert torch.equal(there.cpu().dequantize(), t.dequantize())
+    gpu_tensor = pinned.to("cuda", non_blocking=True)
+    gpu_tensor.record_stream(torch.cuda.current_stream())
+    assert gpu_tensor.scale.is_cuda
+    assert torch.equal(gpu_tensor.cpu().dequantize(), t.dequantize())
 
 
-def test_optimizers_see_ordinary_state():
+def test_optimizers_have_plain_state():
     p = nn.Parameter(make((8, 8), (1, -1)))
     p.grad = torch.ones(8, 8)
     optimizer = torch.optim.AdamW([p])
@@ -380,7 +382,7 @@ def test_optimizers_see_ordinary_state():
 
 
 @pytest.mark.parametrize("block", [(-1, -1), (1, -1), (4, -1), (1, 128), (1, 32)], ids=str)
-def test_batched_products(block):
+def test_batched_matmuls_are_near_those_of_dequantized_tensors(block):
     spec = Float8Spec(block=block).expand(3)
     rule = "e8m0" if block == (1, 32) else "fp32"
     a = quantize(torch.randn(3, 8, 160), block=spec.block, scale_rule=rule)
@@ -396,7 +398,7 @@ def test_batched_products(block):
     torch.testing.assert_close(y, a[0].dequantize() @ vector.dequantize(), rtol=1e-4, atol=1e-3)
 
 
-def test_products_of_an_empty_batch():
+def test_matmuls_of_an_empty_batch_are_empty():
     a, b = quantize(torch.randn(0, 8, 16)), quantize(torch.randn(0, 16, 4))
     assert torch.bmm(a, b).shape == (0, 8, 4)
     assert torch.bmm(a, torch.randn(0, 16, 4)).shape == (0, 8, 4)
@@ -406,48 +408,50 @@ GROUPED = [(-1, -1, -1), (1, -1, -1), (1, 1, -1), (1, 128, 128), (1, 1, 32)]
 
 
 @pytest.mark.parametrize("block", GROUPED, ids=str)
-@pytest.mark.parametrize("quantized", [True, False], ids=["fp8", "high"])
-def test_products_of_groups(block, quantized):
-    """The rows of each expert by its matrix, which is given turned; rows beyond are zeros.
+@pytest.mark.parametrize("quantized", [True, False], ids=["fp8", "high-precision"])
+def test_grouped_matmuls_are_near_those_of_dequantized_tensors(block, quantized):
+    """Each expert's rows by its matrix, which is given transposed; rows beyond them are zeros.
 
-    Of a Float8Tensor one scale serves all experts.
+    A Float8Tensor has one scale for all experts.
     """
     offs = torch.tensor([10, 10, 40], dtype=torch.int32)
     rule = "e8m0" if block[2] == 32 else "fp32"
     x, w = torch.randn(50, 160), quantize(torch.randn(3, 48, 160), block=block, scale_rule=rule)
     rows = (1, *block[2:]) if block[2] != -1 or block[1] == 1 else (-1, -1)
-    inner = quantize(x, block=rows, scale_rule=rule)
-    y = torch._grouped_mm(inner if quantized else x, w.mT, offs=offs)
+    quantized_x = quantize(x, block=rows, scale_rule=rule)
+    y = torch._grouped_mm(quantized_x if quantized else x, w.mT, offs=offs)
     assert type(y) is torch.Tensor
     assert not y[40:].any()
-    if not quantized and rows == (-1, -1):  # each expert's rows have a scale
-        inner = torch.cat([quantize(part).dequantize() for part in (x[:10], x[10:40])])
+    if not quantized and rows == (-1, -1):  # the rows of each expert have a scale
+        quantized_x = torch.cat(
+            [quantize(expert_rows).dequantize() for expert_rows in (x[:10], x[10:40])]
+        )
     else:
-        inner = inner.dequantize()
-    for start, end, one in ((0, 10, w[0]), (10, 40, w[1:].chunk(2)[1][0])):
-        assert isinstance(one, Float8Tensor)
-        expected = inner[start:end] @ one.dequantize().t()
+        quantized_x = quantized_x.dequantize()
+    for start, end, expert_weight in ((0, 10, w[0]), (10, 40, w[1:].chunk(2)[1][0])):
+        assert isinstance(expert_weight, Float8Tensor)
+        expected = quantized_x[start:end] @ expert_weight.dequantize().t()
         torch.testing.assert_close(y[start:end], expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("block", [(-1, -1), (1, -1, -1), (1, 1, -1), (2, 4, -1)], ids=str)
-def test_gradients_of_batched_products(block):
-    def products(a, b):
+def test_gradients_of_batched_matmuls_are_near_those_of_dequantized_tensors(block):
+    def matmuls(a, b):
         return torch.bmm(a, b.mT), a @ b.mT
 
     a, b = (quantize(torch.randn(3, rows, 32), block=block).requires_grad_() for rows in (8, 12))
     plain = [t.detach().dequantize().requires_grad_() for t in (a, b)]
     dy = torch.randn(3, 8, 12)
-    with float8lab.fallback("silent"):  # no FP8 GEMM takes scales that change along what it sums
-        for y, exact in zip(products(a, b), products(*plain), strict=True):
+    with float8lab.fallback("silent"):  # no FP8 GEMM takes scales that change along the contraction
+        for y, exact in zip(matmuls(a, b), matmuls(*plain), strict=True):
             torch.testing.assert_close(y, exact, rtol=1e-4, atol=1e-3)
             got = torch.autograd.grad(y, (a, b), dy)
             for g, want in zip(got, torch.autograd.grad(exact, plain, dy), strict=True):
-                # Where a gradient runs in FP8, dy is rounded to e4m3: by half of 1/16 at most.
+                # A gradient's GEMM in FP8 rounds dy to e4m3: by half of 1/16 at most.
                 assert (g - want).norm() <= want.norm() / 16
 
 
-def test_joined_per_tensor_weights_still_multiply_in_fp8():
+def test_concatenated_per_tensor_weights_still_multiply_in_fp8():
     w = torch.cat([make((8, 32), (-1, -1)), make((8, 32), (-1, -1), seed=1)])
     x = make((4, 32), (-1, -1), seed=2)
     with float8lab.count_gemms():
@@ -467,20 +471,20 @@ INFERENCE = {
 
 
 @pytest.mark.parametrize("call", INFERENCE.values(), ids=INFERENCE.keys())
-def test_inference_mode_is_like_any(call):
-    """Torch leaves composite ops whole there."""
+def test_inference_mode_changes_no_result(call):
+    """Torch does not split composite ops in inference mode."""
     t = make((16, 16), (-1, -1))
     expected = call(t)
     with torch.inference_mode():
-        result, of_parameter = call(t), call(nn.Parameter(t, requires_grad=False))
-        made_there = call(make((16, 16), (-1, -1)))
-    for y in (result, of_parameter, made_there):
+        result, parameter_result = call(t), call(nn.Parameter(t, requires_grad=False))
+        result_of_new_tensor = call(make((16, 16), (-1, -1)))
+    for y in (result, parameter_result, result_of_new_tensor):
         assert type(y) is type(expected)
         y, e = (x.dequantize() if isinstance(x, Float8Tensor) else x for x in (y, expected))
         assert torch.equal(y, e)
 
 
-def test_a_view_made_in_inference_mode_writes_through():
+def test_view_made_in_inference_mode_writes_through():
     t = make((16, 16), (8, 8))
     with torch.inference_mode():
         t[3:5].zero_()
@@ -491,7 +495,7 @@ def test_a_view_made_in_inference_mode_writes_through():
 class _Outer(torch.Tensor):
     """Wraps another tensor, as DTensor does."""
 
-    met = []  # noqa: RUF012  # the test's own record
+    called_ops = []  # noqa: RUF012  # the record of the test
 
     @staticmethod
     def __new__(cls, inner):
@@ -503,31 +507,31 @@ class _Outer(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
         args = [a.inner if isinstance(a, _Outer) else a for a in args]
-        cls.met.append(op)
+        cls.called_ops.append(op)
         return op(*args, **(kwargs or {}))
 
 
-def test_another_subclass_goes_first():
+def test_wrapper_subclass_dispatches_before_float8tensor():
     t = make((4, 4), (1, -1))
     for args in ((t, _Outer(t)), (_Outer(t), t)):
-        _Outer.met.clear()
+        _Outer.called_ops.clear()
         assert torch.eq(*args).all()
-        assert _Outer.met == [aten.eq.Tensor]
+        assert _Outer.called_ops == [aten.eq.Tensor]
 
 
 class _Tagged(torch.Tensor):
-    """A subclass with nothing of its own."""
+    """A subclass without methods of its own."""
 
 
 class _Asking(torch.Tensor):
-    """A subclass that is asked for each function."""
+    """A subclass with a ``__torch_function__`` of its own."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         return "mine"
 
 
-def test_classes_that_torch_asks_beside_a_float8tensor():
+def test_subclasses_beside_a_float8tensor_keep_their_torch_function():
     t, x = make((4, 16), (1, -1)), torch.randn(3, 16)
     expected = F.linear(x, t)
     assert torch.equal(F.linear(x.as_subclass(_Tagged), t).as_subclass(torch.Tensor), expected)
@@ -535,43 +539,43 @@ def test_classes_that_torch_asks_beside_a_float8tensor():
         assert F.linear(*args) == "mine"
 
 
-@pytest.mark.parametrize("ends", [[4, 12], [4, 4, 4, 12]], ids=["fewer", "more"])
-def test_other_groups_than_experts_are_refused(ends):
+@pytest.mark.parametrize("group_ends", [[4, 12], [4, 4, 4, 12]], ids=["fewer", "more"])
+def test_fewer_or_more_groups_than_experts_raise(group_ends):
     x, w = torch.randn(12, 32), quantize(torch.randn(3, 64, 32), block=(1, -1, -1))
-    offs = torch.tensor(ends, dtype=torch.int32)
+    offs = torch.tensor(group_ends, dtype=torch.int32)
     with float8lab.fallback("silent"), pytest.raises(RuntimeError, match="batch sizes have to"):
         torch._grouped_mm(x, w.mT, offs=offs)
 
 
-def test_groups_begin_anywhere_in_blocks_of_rows():
-    """Tokens in 128x128 blocks, several experts' rows in one of them, or an expert's in two."""
+def test_groups_may_begin_anywhere_in_blocks_of_rows():
+    """A 128x128 block of tokens has rows of several experts, and an expert has rows in two."""
     offs = torch.tensor([1, 5, 200], dtype=torch.int32)
     x = quantize(torch.randn(200, 256) * torch.logspace(-1, 1, 200)[:, None], block=(128, 128))
     w = quantize(torch.randn(3, 48, 256), block=(1, 128, 128))
     with float8lab.fallback("error"):
-        products = [torch._grouped_mm(x, y, offs=offs) for y in (w.mT, torch.randn(3, 256, 48))]
+        results = [torch._grouped_mm(x, y, offs=offs) for y in (w.mT, torch.randn(3, 256, 48))]
     x, w, starts = x.dequantize().double(), w.dequantize().double(), (0, *offs)
     want = torch.cat([x[a:b] @ e.t() for a, b, e in zip(starts, offs, w, strict=False)])
-    errors = (products[0] - want).norm(dim=1)
+    errors = (results[0] - want).norm(dim=1)
     assert bool((errors <= 1e-5 * want.norm(dim=1)).all())
-    assert products[1].isfinite().all()
+    assert results[1].isfinite().all()
 
 
 @pytest.mark.parametrize("block", GROUPED, ids=str)
-def test_a_batch_is_quantized_the_same_under_torch_autocast(block):
+def test_torch_autocast_does_not_change_how_a_batch_is_quantized(block):
     w = torch.randn(3, 48, 160)
     with torch.autocast("cpu", torch.bfloat16):
         t = quantize(w, block=block)
     assert torch.equal(t.qdata.view(torch.uint8), quantize(w, block=block).qdata.view(torch.uint8))
 
 
-def test_a_product_at_once_is_the_one_that_torch_splits():
+def test_linear_in_one_op_equals_the_linear_that_torch_splits():
     x, w, b = make((8, 16), (1, -1)), make((4, 16), (-1, -1), 1), torch.randn(4)
     for bias in (None, b):
-        at_once = F.linear(x, w, bias)
-        split = F.linear(x.detach().requires_grad_(), w, bias)
-        assert split.requires_grad
-        assert torch.equal(at_once, split)
+        fused = F.linear(x, w, bias)
+        decomposed = F.linear(x.detach().requires_grad_(), w, bias)
+        assert decomposed.requires_grad
+        assert torch.equal(fused, decomposed)
         with torch.autocast("cpu", torch.bfloat16):
             assert F.linear(x, w, bias).dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -579,7 +583,7 @@ def test_a_product_at_once_is_the_one_that_torch_splits():
 
 
 @pytest.mark.parametrize("block", [(-1, -1), (1, -1), (4, 4)], ids=str)
-def test_compiled_handlers(block):
+def test_compiled_handlers_equal_eager_ones(block):
     def function(t, x):
         t[2:7].mul_(2)
         rows = torch.cat([t[1:5], t.view(2, 8, 16)[0]])
@@ -596,7 +600,7 @@ def test_compiled_handlers(block):
         torch.testing.assert_close(a, e)
 
 
-def test_vmap_and_grad_agree_with_the_dequantized():
+def test_vmap_and_grad_equal_those_of_dequantized_tensors():
     t = make((4, 8), (1, -1))
     with float8lab.fallback("silent"):
         assert torch.equal(torch.vmap(torch.sin)(t), t.dequantize().sin())
@@ -604,18 +608,18 @@ def test_vmap_and_grad_agree_with_the_dequantized():
 
 
 @each_block
-def test_pickle_save_and_deepcopy(block):
+def test_pickle_save_and_deepcopy_keep_bytes_and_attributes(block):
     p = nn.Parameter(make((12, 20), block).to(torch.bfloat16))
     p.note = "kept"
     loaded = saved_and_loaded({"p": p, "tied": p}, weights_only=True)
     assert loaded["p"] is loaded["tied"]
-    for again in (loaded["p"], pickle.loads(pickle.dumps(p)), copy.deepcopy(p), copy.copy(p)):
-        assert isinstance(again, nn.Parameter)
-        assert (again.note, again.requires_grad) == ("kept", True)
-        assert_same_bytes(again, p)
+    for copied in (loaded["p"], pickle.loads(pickle.dumps(p)), copy.deepcopy(p), copy.copy(p)):
+        assert isinstance(copied, nn.Parameter)
+        assert (copied.note, copied.requires_grad) == ("kept", True)
+        assert_same_bytes(copied, p)
 
 
-def test_a_deep_copy_is_another_tensor_with_its_own_gradient():
+def test_deep_copy_is_another_tensor_with_its_own_gradient():
     p = nn.Parameter(make((4, 4), (-1, -1)))
     p.grad = torch.ones(4, 4)
     q = copy.deepcopy(p)
@@ -627,15 +631,15 @@ def test_a_deep_copy_is_another_tensor_with_its_own_gradient():
         copy.deepcopy(p.t())
 
 
-def test_a_saved_view_owns_its_blocks():
+def test_copied_view_owns_its_blocks():
     view = make((8, 8), (-1, -1))[2:4]
-    for again in (pickle.loads(pickle.dumps(view)), copy.deepcopy(view)):
-        assert torch.equal(again.dequantize(), view.dequantize())
-        again.fill_(100.0)
+    for copied in (pickle.loads(pickle.dumps(view)), copy.deepcopy(view)):
+        assert torch.equal(copied.dequantize(), view.dequantize())
+        copied.fill_(100.0)
         assert view.dequantize().abs().max() < 50
 
 
-def test_numbers_lists_and_arrays():
+def test_conversions_to_numbers_lists_and_arrays():
     t = quantize(torch.tensor([[1.0, -448.0], [2.0, 4.0]]), block=(1, -1))
     assert t.tolist() == [[1.0, -448.0], [2.0, 4.0]]
     assert t[0, 0].item() == float(t[0, 0]) == 1.0
@@ -654,7 +658,7 @@ def test_numbers_lists_and_arrays():
     assert t[0, 0].item() == pytest.approx(2.0, rel=0.07)
 
 
-def test_identity_and_questions():
+def test_hashes_comparisons_and_sizes():
     t = quantize(torch.tensor([[1.0, float("nan")]]))
     assert hash(t) == id(t)
     assert {t: 1}[t] == 1
@@ -668,7 +672,7 @@ def test_identity_and_questions():
     assert t.new([1.0]).tolist() == [1.0]
 
 
-def test_shared_memory():
+def test_share_memory_shares_data_and_scale():
     t = make((4, 4), (1, -1))
     assert not t.is_shared()
     assert t.share_memory_() is t
@@ -717,7 +721,7 @@ def test_gradients_are_ordinary_and_hooks_run():
     assert torch.equal(vector.dequantize(), p.dequantize().view(-1).repeat(2))
 
 
-def test_attention_of_blocks_dequantizes_inside():
+def test_attention_of_block_scaled_tensors_dequantizes_inside():
     q, k, v = (make((2, 2, 8, 16), (1, 8), seed=s) for s in range(3))
     plain = [t.dequantize() for t in (q, k, v)]
     expected = F.scaled_dot_product_attention(*plain, is_causal=True)

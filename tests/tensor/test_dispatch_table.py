@@ -1,4 +1,4 @@
-"""Several hundred ops on Float8Tensors agree with the dequantized; the page says how they run."""
+"""Ops on Float8Tensors agree with those on dequantized tensors, and the page says how they run."""
 
 import functools
 
@@ -13,8 +13,8 @@ def rows():
     return list(dispatch_table.outcomes())
 
 
-@pytest.mark.filterwarnings("ignore")  # what torch has to say about some of the ops
-def test_every_op_agrees_with_the_dequantized_and_the_page_says_how():
+@pytest.mark.filterwarnings("ignore")  # torch warns about some of the ops
+def test_every_op_agrees_with_dequantized_tensors_and_the_page_is_up_to_date():
     page = dispatch_table.PAGE.read_text()
     text = dispatch_table.render(rows())  # raises for a result that differs
     if f"with torch {dispatch_table.TORCH} " in page:
@@ -22,11 +22,11 @@ def test_every_op_agrees_with_the_dequantized_and_the_page_says_how():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_the_kinds_promise():
+def test_common_ops_have_the_kind_that_users_expect():
     kinds = {(e, n): o.kind for _, e, row in rows() for n, o in row.items()}
     assert len(kinds) > 650 * len(GRANULARITIES)
-    refused = [key for key, kind in kinds.items() if kind == ERROR]
-    assert len({expression for expression, _ in refused}) < 12
+    error_keys = [key for key, kind in kinds.items() if kind == ERROR]
+    assert len({expression for expression, _ in error_keys}) < 12
     for name in GRANULARITIES:
         for expression in ("x.t()", "x[100:150]", "x.view(-1)", "torch.cat([x, y])", "x[i]"):
             assert kinds[expression, name] == NATIVE

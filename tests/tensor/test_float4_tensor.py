@@ -1,4 +1,4 @@
-"""Float4Tensor: exact values, true gradients, half a byte an element."""
+"""Float4Tensor: exact values, exact gradients, half a byte per element."""
 
 import copy
 import math
@@ -18,7 +18,7 @@ E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 def e4m3(code: int) -> float:
-    """A sign, four bits of exponent with a bias of 7, three of mantissa; all ones is NaN."""
+    """Decode a sign, four exponent bits with bias 7 and three mantissa bits; all ones is NaN."""
     sign, exponent, mantissa = -1.0 if code & 0x80 else 1.0, code >> 3 & 15, code & 7
     if code & 0x7F == 0x7F:
         return math.nan
@@ -35,8 +35,8 @@ def packed(*shape, scale_dtype=torch.float8_e4m3fn, dtype=torch.float32, tensor_
     spec = Float4Spec((1,) * (len(shape) - 1) + (size,), scale_dtype, size == 16)
     codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8)
     scale = torch.randint(100, 126, spec.scale_shape(shape), dtype=torch.uint8)
-    whole = torch.full((1,) * len(shape), tensor_scale) if size == 16 else None
-    return Float4Tensor(codes, scale.view(scale_dtype), whole, spec, dtype)
+    scale_tensor = torch.full((1,) * len(shape), tensor_scale) if size == 16 else None
+    return Float4Tensor(codes, scale.view(scale_dtype), scale_tensor, spec, dtype)
 
 
 @pytest.mark.parametrize(
@@ -44,21 +44,21 @@ def packed(*shape, scale_dtype=torch.float8_e4m3fn, dtype=torch.float32, tensor_
     [(e4m3, torch.float8_e4m3fn, 0.37), (e4m3, torch.float8_e4m3fn, None), (e8m0, E8M0, None)],
     ids=["nvfp4", "one-level", "mxfp4"],
 )
-def test_every_code_times_every_scale(device, define, dtype, tensor_scale):
+def test_every_code_decodes_exactly_with_every_scale(device, define, dtype, tensor_scale):
     codes = torch.arange(16, dtype=torch.uint8, device=device).expand(256, 16)
     scale = torch.arange(256, dtype=torch.uint8, device=device).view(dtype).unsqueeze(1)
-    whole = None if tensor_scale is None else torch.full((1, 1), tensor_scale, device=device)
-    found = decode_codes(codes, (1, 16), scale, whole).cpu()
-    factor = 1.0 if whole is None else whole.item()
+    scale_tensor = None if tensor_scale is None else torch.full((1, 1), tensor_scale, device=device)
+    values = decode_codes(codes, (1, 16), scale, scale_tensor).cpu()
+    factor = 1.0 if scale_tensor is None else scale_tensor.item()
     for row in range(256):
-        # In Python's float64 all products are exact; then one rounding to float32.
+        # In Python's float64 all products are exact; the only rounding is that to float32.
         exact = [v * define(row) * factor for v in (*E2M1, *(-v for v in E2M1))]
         expected = torch.tensor(exact, dtype=torch.float64).float()
-        torch.testing.assert_close(found[row], expected, rtol=0, atol=0, equal_nan=True)
-    assert found[100, 8].signbit()  # the code of -0
+        torch.testing.assert_close(values[row], expected, rtol=0, atol=0, equal_nan=True)
+    assert values[100, 8].signbit()  # the code of -0
 
 
-def test_the_low_half_of_a_byte_comes_first():
+def test_low_half_of_a_byte_comes_first():
     codes = torch.tensor([[0x21, 0x43], [0x65, 0x87]], dtype=torch.uint8)
     assert unpack(codes).tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
 
@@ -66,7 +66,7 @@ def test_the_low_half_of_a_byte_comes_first():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(5, 64), (2, 3, 64)], ids=str)
 @pytest.mark.parametrize("scale_dtype", [torch.float8_e4m3fn, E8M0], ids=["nvfp4", "mxfp4"])
-def test_a_layer_multiplies_by_the_values_and_keeps_the_packed_weight(
+def test_layer_multiplies_by_the_values_and_saves_the_packed_weight(
     device, scale_dtype, shape, bias
 ):
     weight = packed(32, 64, scale_dtype=scale_dtype, dtype=torch.bfloat16).to(device)
@@ -77,10 +77,10 @@ def test_a_layer_multiplies_by_the_values_and_keeps_the_packed_weight(
     plain.weight = nn.Parameter(weight.dequantize())
     x = torch.randn(shape, **factory, requires_grad=True)
     x2 = x.detach().clone().requires_grad_()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = layer(x)
-    assert [type(t) for t in kept] == [Float4Tensor]
+    assert [type(t) for t in saved] == [Float4Tensor]
     y2 = plain(x2)
     y.backward(grad := torch.randn_like(y))
     y2.backward(grad)
@@ -89,7 +89,7 @@ def test_a_layer_multiplies_by_the_values_and_keeps_the_packed_weight(
     assert layer.weight.grad is None
 
 
-def test_a_compiled_layer():
+def test_compiled_layer_equals_eager_layer():
     layer = nn.Linear(64, 32)
     layer.weight = nn.Parameter(packed(32, 64), requires_grad=False)
     x = torch.randn(5, 64, requires_grad=True)
@@ -102,12 +102,12 @@ def test_a_compiled_layer():
 
 
 @pytest.mark.parametrize(
-    ("scale_dtype", "most"), [(torch.float8_e4m3fn, 0.57), (E8M0, 0.54)], ids=["nvfp4", "mxfp4"]
+    ("scale_dtype", "limit"), [(torch.float8_e4m3fn, 0.57), (E8M0, 0.54)], ids=["nvfp4", "mxfp4"]
 )
-def test_bytes_an_element(scale_dtype, most):
+def test_bytes_per_element_are_near_half_a_byte(scale_dtype, limit):
     x = packed(4, 64, 512, scale_dtype=scale_dtype)
-    parts = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
-    assert sum(part.nbytes for part in parts) / x.numel() <= most
+    inner_tensors = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+    assert sum(inner_tensor.nbytes for inner_tensor in inner_tensors) / x.numel() <= limit
 
 
 VIEWS = {
@@ -127,18 +127,18 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_views_that_leave_bytes_whole_stay_packed(view):
+def test_views_that_split_no_byte_stay_packed(view):
     x = packed(4, 6, 64)
     x = x.map(lambda t: t)
-    x.tensor_scale = torch.rand(4, 1, 1)  # each expert of a stack has its own
-    found = view(x)
-    assert isinstance(found, Float4Tensor)
+    x.tensor_scale = torch.rand(4, 1, 1)  # each expert of a stack has a scale of its own
+    result = view(x)
+    assert isinstance(result, Float4Tensor)
     expected = view(x.dequantize())
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    assert torch.equal(found.dequantize(), expected)
+    assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
+    assert torch.equal(result.dequantize(), expected)
 
 
-def test_pieces_are_decoded_one_after_the_other(monkeypatch):
+def test_chunks_are_decoded_one_after_the_other(monkeypatch):
     x = packed(4, 6, 64)
     values = x.dequantize(), x.mT[1].dequantize()
     monkeypatch.setattr(float4_tensor, "_CHUNK_SIZE", 3 * 64)
@@ -146,7 +146,7 @@ def test_pieces_are_decoded_one_after_the_other(monkeypatch):
     assert torch.equal(x.mT[1].dequantize(), values[1])
 
 
-def test_other_ops_get_the_values():
+def test_other_ops_run_on_the_dequantized_values():
     x = packed(2, 3, 64)
     values = x.dequantize()
     for op in (lambda t: t + 1, lambda t: t[..., 3], lambda t: t.view(6, 64), torch.isnan):
@@ -160,7 +160,7 @@ def test_other_ops_get_the_values():
         assert torch.equal(F.linear(a, x[0]), F.linear(a, values[0]))
 
 
-def test_it_cannot_be_written_to():
+def test_writes_raise():
     x = packed(4, 64)
     ones = torch.ones(4, 64)
     for write in (
@@ -173,34 +173,39 @@ def test_it_cannot_be_written_to():
         nn.init.normal_(x)
 
 
-def test_copies_and_files():
+def test_copies_and_loaded_files_keep_the_values():
     layer = nn.Linear(64, 32)
     layer.weight = nn.Parameter(packed(32, 64), requires_grad=False)
     values = layer.weight.dequantize()
     state = saved_and_loaded(layer.state_dict(), weights_only=True)
-    other = nn.Linear(64, 32)
-    other.load_state_dict(state)  # into an ordinary weight: the values
-    assert torch.equal(other.weight.detach(), values)
-    again = copy.deepcopy(layer)
-    assert isinstance(again.weight, nn.Parameter)
-    again.weight.packed.zero_()
-    again.load_state_dict(state)
-    for same in (again, layer.to(torch.bfloat16).float()):
-        assert isinstance(same.weight, Float4Tensor)
-        assert not same.weight.requires_grad
-        assert torch.equal(same.weight.dequantize(), values)
+    plain_layer = nn.Linear(64, 32)
+    plain_layer.load_state_dict(state)  # a plain weight gets the values
+    assert torch.equal(plain_layer.weight.detach(), values)
+    copied_layer = copy.deepcopy(layer)
+    assert isinstance(copied_layer.weight, nn.Parameter)
+    copied_layer.weight.packed.zero_()
+    copied_layer.load_state_dict(state)
+    for restored_layer in (copied_layer, layer.to(torch.bfloat16).float()):
+        assert isinstance(restored_layer.weight, Float4Tensor)
+        assert not restored_layer.weight.requires_grad
+        assert torch.equal(restored_layer.weight.dequantize(), values)
     assert repr(state["weight"]).startswith("Float4Tensor(fp4=e2m1 1x16 e4m3 fp32, shape=(32, 64)")
 
 
-def test_parts_that_do_not_fit():
+def test_inner_tensors_that_do_not_fit_raise():
     codes = torch.zeros(4, 32, dtype=torch.uint8)
-    scale, whole = torch.ones(4, 4).to(torch.float8_e4m3fn), torch.ones(1, 1)
-    for match, wrong in {
-        "packed must be uint8 of 2 dimensions": (codes.int(), scale, whole, NVFP4),
-        r"scale must be torch.float8_e4m3fn of shape \(4, 4\)": (codes, scale[:2], whole, NVFP4),
+    scale, scale_tensor = torch.ones(4, 4).to(torch.float8_e4m3fn), torch.ones(1, 1)
+    for match, arguments in {
+        "packed must be uint8 of 2 dimensions": (codes.int(), scale, scale_tensor, NVFP4),
+        r"scale must be torch.float8_e4m3fn of shape \(4, 4\)": (
+            codes,
+            scale[:2],
+            scale_tensor,
+            NVFP4,
+        ),
         r"scale must be torch.float8_e8m0fnu of shape \(4, 2\)": (codes, scale, None, MXFP4),
         "tensor_scale must be a tensor that broadcasts": (codes, scale, None, NVFP4),
         "tensor_scale must be .* got shape \\(2, 1\\)": (codes, scale, torch.ones(2, 1), NVFP4),
     }.items():
         with pytest.raises(ValueError, match=match):
-            Float4Tensor(*wrong, torch.bfloat16)
+            Float4Tensor(*arguments, torch.bfloat16)

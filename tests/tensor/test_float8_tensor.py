@@ -1,4 +1,4 @@
-"""Float8Tensor: quantize, dequantize, repr, views, matrix products, and the fallback."""
+"""Float8Tensor: quantize, dequantize, repr, views, GEMMs, and the fallback."""
 
 import copy
 import pickle
@@ -34,12 +34,12 @@ def relative_error(actual, expected):
 
 @each_block
 @pytest.mark.parametrize("shape", [(200, 300), (2, 3, 130, 40), (7,), (), (0, 5), (3, 0)], ids=str)
-def test_round_trip(block, shape, device):
+def test_round_trip_is_near_the_original(block, shape, device):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        round_trip(block, shape, dtype, device)
+        check_round_trip(block, shape, dtype, device)
 
 
-def round_trip(block, shape, dtype, device):
+def check_round_trip(block, shape, dtype, device):
     x = torch.randn(shape, device=device).to(dtype)
     t = quantize(x, block=block, scale_rule=rule(block))
     assert (t.shape, t.dtype, t.device) == (x.shape, x.dtype, x.device)
@@ -54,7 +54,7 @@ def round_trip(block, shape, dtype, device):
         assert relative_error(back, x) < 0.045
 
 
-def test_scale_decodes_and_bytes_follow_from_it():
+def test_scale_decodes_and_determines_the_bytes():
     x = torch.randn(64, 96)
     t = quantize(x)
     assert torch.equal(t.scale, 1 / (torch.tensor(448.0) / x.abs().max()).view(1, 1))
@@ -73,7 +73,7 @@ def test_scale_decodes_and_bytes_follow_from_it():
     ],
     ids=["zero", "largest", "inf", "minus-inf", "large", "subnormal"],
 )  # fmt: skip
-def test_special_values(values, decoded):
+def test_zero_nonfinite_and_extreme_values_have_defined_results(values, decoded):
     t = quantize(torch.tensor([values]))
     if values[0] not in (1e-45, 3e38):
         assert t.scale.item() == 1.0
@@ -85,7 +85,7 @@ def test_special_values(values, decoded):
 
 @pytest.mark.parametrize("block", [(-1, -1), (1, -1), (1, 128), (3, 5)], ids=str)
 @pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_an_infinity_written_into_a_tensor_stays_visible(fp8_dtype, block):
+def test_infinity_written_into_a_tensor_stays_nonfinite(fp8_dtype, block):
     inf = float("inf")
     for write, count in (
         (lambda t: t.fill_(-inf), 60),
@@ -109,7 +109,7 @@ def test_given_scale_saturates():
     assert torch.equal(per_row.dequantize(), torch.ones(2, 4))
 
 
-def test_amax_epsilon_and_e5m2():
+def test_amax_epsilon_bounds_the_scale_from_below():
     t = quantize(torch.full((2, 2), 1e-3), torch.float8_e5m2, amax_epsilon=57344.0)
     assert t.qdata.dtype == torch.float8_e5m2
     assert t.scale.item() == 1.0
@@ -130,26 +130,26 @@ def test_amax_epsilon_and_e5m2():
         ),
         *(
             (
-                lambda bad=bad: quantize(torch.ones(2, 2), scale=bad),
+                lambda value=value: quantize(torch.ones(2, 2), scale=value),
                 ValueError,
                 "scale must be .*; got",
             )
-            for bad in (0, -1.0, float("nan"), float("inf"), 1e-46, torch.tensor([[0.0]]))
+            for value in (0, -1.0, float("nan"), float("inf"), 1e-46, torch.tensor([[0.0]]))
         ),
         *(
-            (lambda bad=bad: quantize(torch.ones(2), amax_epsilon=bad), ValueError, "amax_epsilon")
-            for bad in (-1.0, float("nan"), float("inf"))
+            (lambda eps=eps: quantize(torch.ones(2), amax_epsilon=eps), ValueError, "amax_epsilon")
+            for eps in (-1.0, float("nan"), float("inf"))
         ),
         (lambda: quantize(torch.ones(2, 2), block=(1, 2, 3)), ValueError, "block must have 2"),
         (lambda: quantize(torch.ones(2, 2), block=(2,)), ValueError, "block must have 2"),
     ],
 )  # fmt: skip
-def test_bad_arguments(call, error, message):
+def test_wrong_arguments_of_quantize_raise(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
 
-def test_a_block_never_reaches_into_the_next_matrix_of_a_batch():
+def test_block_never_reaches_into_the_next_matrix_of_a_batch():
     x = torch.ones(2, 100, 64)
     x[1] = 100.0
     t = quantize(x, block=(128, 128))
@@ -158,7 +158,7 @@ def test_a_block_never_reaches_into_the_next_matrix_of_a_batch():
 
 
 @each_block
-def test_differentiable_casts(block):
+def test_gradients_pass_through_casts(block):
     x = torch.randn(8, 160, requires_grad=True)
     t = quantize(x, block=block)
     assert t.requires_grad
@@ -168,16 +168,16 @@ def test_differentiable_casts(block):
 
 
 @each_block
-def test_flatten_and_unflatten(block):
+def test_unflatten_restores_a_flattened_tensor(block):
     t = quantize(torch.randn(40, 160), block=block)
     names, context = t.__tensor_flatten__()
     assert names == ["qdata", "scale", "amax"]
     hash(context)
     inner = {n: getattr(t, n) for n in names}
-    again = Float8Tensor.__tensor_unflatten__(inner, context, t.shape, t.stride())
-    assert again.spec == t.spec
-    assert again.dtype == t.dtype
-    assert torch.equal(again.dequantize(), t.dequantize())
+    restored = Float8Tensor.__tensor_unflatten__(inner, context, t.shape, t.stride())
+    assert restored.spec == t.spec
+    assert restored.dtype == t.dtype
+    assert torch.equal(restored.dequantize(), t.dequantize())
 
 
 def test_requantize_replaces_values_and_scales_in_place():
@@ -190,7 +190,7 @@ def test_requantize_replaces_values_and_scales_in_place():
         t.requantize_(torch.ones(4, 5))
 
 
-def test_what_becomes_of_a_subclass_is_of_the_subclass():
+def test_results_of_ops_on_a_subclass_are_of_the_subclass():
     class Named(Float8Tensor):
         def __new__(cls, name, x):
             return Float8Tensor.__new__(cls, x.qdata, x.scale, x.amax, x.spec, x.dtype)
@@ -212,28 +212,30 @@ def test_what_becomes_of_a_subclass_is_of_the_subclass():
     assert {name: type(x) for name, x in results.items()} == dict.fromkeys(results, Named)
 
 
-class OfAModule(Float8Tensor):
-    """A subclass that pickle finds."""
+class ImportableSubclass(Float8Tensor):
+    """A subclass that pickle can import."""
 
 
-def test_a_subclass_pickles():
+def test_subclass_survives_pickle():
     x = quantize(torch.randn(4, 6))
-    again = pickle.loads(pickle.dumps(OfAModule._make(x.qdata, x.scale, x.amax, x.spec, x.dtype)))
-    assert type(again) is OfAModule
-    assert torch.equal(again.dequantize(), x.dequantize())
+    restored = pickle.loads(
+        pickle.dumps(ImportableSubclass._make(x.qdata, x.scale, x.amax, x.spec, x.dtype))
+    )
+    assert type(restored) is ImportableSubclass
+    assert torch.equal(restored.dequantize(), x.dequantize())
 
 
 @pytest.mark.parametrize("block", [(-1, 1), (128, 128)], ids=str)
-def test_a_view_across_blocks_regroups_or_cuts_them(block):
+def test_view_across_blocks_regroups_or_cuts_them(block):
     t = quantize(torch.randn(256, 256), block=block)
     assert t.view(64, 4, 256).spec.block == {(-1, 1): (-1, -1, 1), (128, 128): (32, -1, 128)}[block]
-    odd = quantize(torch.randn(9, 4), block=(3, 4))  # half of its blocks fits neither shape
+    odd = quantize(torch.randn(9, 4), block=(3, 4))  # half of its blocks fit neither shape
     for x, size in ((t, (64, 4, 256)), (t, (128, 512)), (odd, (4, 9))):
         assert torch.equal(x.view(size).dequantize(), x.dequantize().view(size))
 
 
 @each_block
-def test_copy_between_float8_tensors_and_plain_ones(block):
+def test_copy_between_float8_and_plain_tensors_quantizes_or_dequantizes(block):
     a, b = torch.randn(256, 256), torch.randn(256, 256)
     t, u = quantize(a, block=block), quantize(b, block=block)
     t.copy_(u)
@@ -253,7 +255,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize(("block_x", "block_w"), PAIRS.values(), ids=PAIRS.keys())
-def test_products_of_float8_tensors(block_x, block_w, device):
+def test_matmuls_of_float8_tensors_are_near_float64(block_x, block_w, device):
     x, w, bias = torch.randn(40, 96), torch.randn(50, 96), torch.randn(50)
     x, w, bias = x.to(device), w.to(device), bias.to(device)
     a = quantize(x, block=block_x, scale_rule=rule(block_x))
@@ -271,7 +273,7 @@ def test_products_of_float8_tensors(block_x, block_w, device):
 
 
 @pytest.mark.parametrize("block", [(-1, -1), (1, -1), (128, 128), (1, 32)], ids=str)
-def test_products_with_plain_tensors_quantize_them(block):
+def test_matmuls_with_plain_tensors_quantize_them(block):
     x, w = torch.randn(3, 40, 96), torch.randn(50, 96)
     t = quantize(w, block=block, scale_rule=rule(block))
     y = F.linear(x, t)
@@ -281,7 +283,7 @@ def test_products_with_plain_tensors_quantize_them(block):
     assert relative_error(z, x[0].double() @ w.double().t()) < 0.06
 
 
-def test_scales_along_the_contraction_dequantize():
+def test_matmuls_with_scales_along_the_contraction_dequantize():
     x, w = torch.randn(40, 96), torch.randn(96, 50)
     t = quantize(w, block=(1, -1))  # one scale per row of w: it varies along K
     with float8lab.fallback("silent"):
@@ -289,7 +291,7 @@ def test_scales_along_the_contraction_dequantize():
     assert torch.equal(y, torch.mm(x, t.dequantize()))
 
 
-def test_gradients_flow_through_products():
+def test_gradients_flow_through_matmuls():
     x = torch.randn(16, 32, requires_grad=True)
     w = nn.Parameter(quantize(torch.randn(24, 32)))
     F.linear(quantize(x), w).sum().backward()
@@ -309,13 +311,13 @@ def test_other_ops_dequantize_with_one_warning_per_op():
     with pytest.warns(UserWarning, match=r"aten\.sin\.default has no FP8 implementation"):
         y = t.sin()
     assert torch.equal(y, t.dequantize().sin())
-    t.sin()  # silent now: filterwarnings = error
+    t.sin()  # no second warning: filterwarnings = error
     with pytest.warns(UserWarning, match=r"aten\.cos\.default"):
         t.cos()
 
 
 @pytest.mark.usefixtures("fresh_warnings")
-def test_fallback_policies():
+def test_fallback_policies_raise_or_are_silent():
     t = quantize(torch.randn(4, 4))
     with float8lab.fallback("error"):
         with pytest.raises(NotImplementedError, match=r"aten\.sin\.default has no FP8"):
@@ -329,17 +331,17 @@ def test_fallback_policies():
 
 
 @pytest.mark.usefixtures("fresh_warnings")
-def test_in_place_ops_quantize_again():
+def test_in_place_ops_requantize():
     t = quantize(torch.randn(4, 4))
     expected = quantize(t.dequantize() * 3)
-    with float8lab.fallback("error"):  # which in-place ops do not trip over
+    with float8lab.fallback("error"):  # in-place ops are no fallback
         result = t.mul_(3)
     assert result is t
     assert isinstance(t, Float8Tensor)
     assert torch.equal(t.dequantize(), expected.dequantize())
 
 
-def test_entering_a_handler_twice_raises():
+def test_second_handler_for_an_op_raises():
     with pytest.raises(ValueError, match="must have one handler"):
         implements(torch.ops.aten.mm.default)(lambda *a: None)
 
@@ -411,27 +413,29 @@ def test_repr_prints_the_numbers_that_torch_prints(shape, block, dtype, options,
     t = quantize(torch.randn(shape, dtype=dtype, device=device), block=block)
     for x in (t, t.transpose(0, -1), t[1:]):
         with torch._tensor_str.printoptions(**options):
-            shown, torchs = repr(x), repr(x.dequantize().float().cpu())
-        numbers = torchs[len("tensor(") : torchs.rindex("]")].replace("\n       ", "\n" + 13 * " ")
+            shown, torch_repr = repr(x), repr(x.dequantize().float().cpu())
+        numbers = torch_repr[len("tensor(") : torch_repr.rindex("]")].replace(
+            "\n       ", "\n" + 13 * " "
+        )
         assert shown.startswith(f"Float8Tensor({numbers}]")
 
 
-def test_specs_are_values():
+def test_specs_compare_and_hash_by_value():
     assert Float8Spec() == Float8Spec(torch.float8_e4m3fn, (-1, -1), "fp32")
     assert len({Float8Spec(), Float8Spec(), Float8Spec(block=(1, -1))}) == 2
     assert Float8Spec(block=(1, 128)).transpose().block == (128, 1)
 
 
 @pytest.mark.parametrize("block", [(1, -1), (1, 160)], ids=str)
-def test_a_found_scale_multiplies_and_a_given_one_divides(block):
+def test_computed_scale_multiplies_and_a_given_one_divides(block):
     x = near_ties(8).flip(1)  # zeros first
-    wanted = by_multiplying(x)
+    expected = by_multiplying(x)
     t = quantize(x, block=block)
-    assert torch.equal(t.qdata.view(torch.uint8), wanted)
+    assert torch.equal(t.qdata.view(torch.uint8), expected)
     given = quantize(x, block=block, scale=t.scale)
     divided = (x / t.scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     assert torch.equal(given.qdata.float(), divided.float())
-    for columns in (0, 16):  # whole blocks, and a view that has a part of each
+    for columns in (0, 16):  # whole blocks, and a view with a part of each block
         written = quantize(torch.zeros(8, 160), block=block)
         written[:, columns:].copy_(x[:, columns:])
-        assert torch.equal(written.qdata.view(torch.uint8), wanted)
+        assert torch.equal(written.qdata.view(torch.uint8), expected)

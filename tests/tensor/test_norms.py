@@ -38,7 +38,7 @@ SHAPES = {
 
 
 def check(norm, x, shape, dtype):
-    """Output and gradients against float64, within the rounding of float32 and of the dtype."""
+    """Compare output and gradients with float64, within the rounding of float32 and the dtype."""
     w, b = (torch.randn(shape, device=x.device).to(dtype).requires_grad_() for _ in range(2))
     y = norm(x, shape, w, b)
     assert type(y) is torch.Tensor
@@ -49,19 +49,19 @@ def check(norm, x, shape, dtype):
     got = torch.autograd.grad(y, (x, w, b), dy, allow_unused=True)
     want = torch.autograd.grad(exact, leaves, dy.double(), allow_unused=True)
     eps = 2 * torch.finfo(dtype).eps + 2.0**-18
-    for one, other in zip((y, *got), (exact, *want), strict=True):
-        if other is None:
-            assert one is None
+    for actual, expected in zip((y, *got), (exact, *want), strict=True):
+        if expected is None:
+            assert actual is None
             continue
-        assert type(one) is torch.Tensor
-        assert one.dtype == dtype
-        assert ((one - other).norm() <= eps * other.norm()).item()
+        assert type(actual) is torch.Tensor
+        assert actual.dtype == dtype
+        assert ((actual - expected).norm() <= eps * expected.norm()).item()
 
 
 @pytest.mark.parametrize(
     ("block", "size", "dtype", "norm"), pairwise(NAMED_BLOCKS, SHAPES, DTYPES, NORMS)
 )
-def test_norm_and_every_gradient(block, size, dtype, norm, device):
+def test_norm_and_every_gradient_are_near_float64(block, size, dtype, norm, device):
     shape, last = size
     x = quantize((torch.randn(shape, device=device) * 3 + 1).to(dtype), block=block)
     check(norm, x.requires_grad_(), shape[len(shape) - last :], dtype)
@@ -69,28 +69,28 @@ def test_norm_and_every_gradient(block, size, dtype, norm, device):
 
 @each_norm
 @each_block
-def test_views(block, norm):
+def test_norms_of_views_are_near_float64(block, norm):
     base = quantize(torch.randn(2, 36, 48), block=block)
     for view in (base.transpose(1, 2), base.transpose(0, 1), base[:, 3:30:2, 5:], base[1].t()):
         check(norm, view.detach().requires_grad_(), view.shape[-1:], torch.float32)
-    cut = base[:, 3:30]
-    base.mul_(100)  # renews the scales that the view has copied
-    check(norm, cut.detach().requires_grad_(), cut.shape[-1:], torch.float32)
+    slice_of_base = base[:, 3:30]
+    base.mul_(100)  # updates the scales that the view has copied
+    check(norm, slice_of_base.detach().requires_grad_(), slice_of_base.shape[-1:], torch.float32)
 
 
 @each_norm
-def test_fp8_parameters_of_an_ordinary_input(norm):
+def test_fp8_parameters_of_a_plain_input_equal_dequantized_ones(norm):
     w, b = (quantize(torch.randn(16)).requires_grad_() for _ in range(2))
     for dtype in (torch.float32, torch.float64):
         x = torch.randn(4, 16, dtype=dtype, requires_grad=True)
         plain = [t.detach().clone().requires_grad_() for t in (x, w.dequantize(), b.dequantize())]
         dy = torch.randn(4, 16, dtype=dtype)
         results = []
-        for one, weight, bias in ((x, w, b), plain):
+        for inp, weight, bias in ((x, w, b), plain):
             if dtype == torch.float64 and weight is not w:
                 weight, bias = weight.double(), bias.double()
-            y = norm(one, (16,), weight, bias)
-            leaves = (x, w, b) if one is x else plain
+            y = norm(inp, (16,), weight, bias)
+            leaves = (x, w, b) if inp is x else plain
             results.append((y, *torch.autograd.grad(y, leaves, dy, allow_unused=True)))
         for got, want in zip(*results, strict=True):
             assert (got is None) == (want is None)
@@ -99,7 +99,7 @@ def test_fp8_parameters_of_an_ordinary_input(norm):
 
 
 class _Ops(TorchDispatchMode):
-    """Every op that runs, those in handlers too."""
+    """Records every op that runs, also those in handlers."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ class _Ops(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 @each_block
-def test_reads_fp8_and_saves_fp8(block, name):
+def test_norms_read_and_save_fp8_data(block, name):
     x = quantize(torch.randn(64, 160), block=block).requires_grad_()
     saved = []
     with (
@@ -131,7 +131,7 @@ def test_reads_fp8_and_saves_fp8(block, name):
     assert [type(t) for t in large] == [Float8Tensor]
 
 
-def test_rms_norm_where_dtypes_differ():
+def test_rms_norm_of_different_dtypes_gives_each_gradient_its_dtype():
     x = quantize(torch.randn(4, 16).bfloat16(), block=(1, -1)).requires_grad_()
     w = torch.randn(16, requires_grad=True)
     y = F.rms_norm(x, (16,), w)
@@ -140,14 +140,14 @@ def test_rms_norm_where_dtypes_differ():
     assert (x.grad.dtype, w.grad.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_autocast_is_that_of_torch():
+def test_autocast_gives_the_dtypes_of_torch():
     x = torch.randn(4, 16)
     with torch.autocast("cpu", torch.bfloat16):
         for norm in (F.rms_norm, F.layer_norm):
             assert norm(quantize(x), (16,)).dtype == norm(x, (16,)).dtype
 
 
-def test_bad_shapes_raise_what_torch_raises():
+def test_wrong_shapes_raise_the_errors_of_torch():
     x = quantize(torch.randn(4, 16))
     with pytest.raises(RuntimeError, match="expected input with shape"):
         F.rms_norm(x, (15,))
@@ -155,7 +155,7 @@ def test_bad_shapes_raise_what_torch_raises():
         F.rms_norm(x, (16,), torch.ones(15))
 
 
-def test_kernels_that_torch_has_for_a_gpu():
+def test_handlers_of_torchs_fused_gpu_ops_equal_rms_norm():
     x, w = quantize(torch.randn(4, 16), block=(1, 8)), torch.randn(16)
     plain = x.dequantize().requires_grad_()
     exact = F.rms_norm(plain, (16,), w, 1e-3)
@@ -171,7 +171,7 @@ def test_kernels_that_torch_has_for_a_gpu():
 
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["", "grad"])
-def test_compiled(gradients, device):
+def test_compiled_norms_equal_eager_ones(gradients, device):
     def function(x, w):
         return nn.functional.rms_norm(x, (16,), w) * 2, F.layer_norm(x, (16,), w)
 
@@ -187,7 +187,7 @@ def test_compiled(gradients, device):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_functorch_takes_torchs_composition():
+def test_functorch_transforms_equal_those_of_dequantized_tensors():
     t, w = quantize(torch.randn(4, 8)), quantize(torch.randn(8))
 
     def loss(x, w):

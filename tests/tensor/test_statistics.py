@@ -22,32 +22,34 @@ each_block = pytest.mark.parametrize(
 
 def from_codes(*codes: int, fp8_dtype: torch.dtype = E4M3, scale: float = 1.0) -> Float8Tensor:
     data = torch.tensor(codes, dtype=torch.uint8).view(fp8_dtype)
-    one = torch.tensor([scale])
-    return Float8Tensor(data, one, one * 448, Float8Spec(fp8_dtype, (-1,)), torch.float32)
+    scale_tensor = torch.tensor([scale])
+    return Float8Tensor(
+        data, scale_tensor, scale_tensor * 448, Float8Spec(fp8_dtype, (-1,)), torch.float32
+    )
 
 
-def test_each_kind_of_e4m3_code():
+def test_e4m3_values_are_counted_by_kind():
     # 448, -448, 416, 0, -0, 2^-9, -7 * 2^-9 (the largest subnormal), 2^-6 (normal), NaN, -NaN
-    found = from_codes(0x7E, 0xFE, 0x7D, 0x00, 0x80, 0x01, 0x87, 0x08, 0x7F, 0xFF).stats()
-    assert found.numel == 10
+    result = from_codes(0x7E, 0xFE, 0x7D, 0x00, 0x80, 0x01, 0x87, 0x08, 0x7F, 0xFF).stats()
+    assert result.numel == 10
     counts = {"saturated": 2, "zero": 2, "subnormal": 2, "nan": 2, "inf": 0}
-    assert {kind: found.count(kind) for kind in counts} == counts
-    shares = found.saturated, found.zero, found.subnormal, found.nan, found.inf
+    assert {kind: result.count(kind) for kind in counts} == counts
+    shares = result.saturated, result.zero, result.subnormal, result.nan, result.inf
     assert shares == (0.2, 0.2, 0.2, 0.2, 0.0)
-    assert found.exponents == (-9, 8)
+    assert result.exponents == (-9, 8)
 
 
-def test_each_kind_of_e5m2_code():
+def test_e5m2_values_are_counted_by_kind():
     # 57344, -57344, 0, -0, 2^-16, 3 * 2^-16, 2^-14 (normal), inf, -inf, three NaNs
     codes = (0x7B, 0xFB, 0x00, 0x80, 0x01, 0x83, 0x04, 0x7C, 0xFC, 0x7D, 0x7F, 0xFE)
-    found = from_codes(*codes, fp8_dtype=E5M2).stats()
+    result = from_codes(*codes, fp8_dtype=E5M2).stats()
     counts = {"saturated": 2, "zero": 2, "subnormal": 2, "nan": 3, "inf": 2}
-    assert {kind: found.count(kind) for kind in counts} == counts
-    assert found.exponents == (-16, 15)
+    assert {kind: result.count(kind) for kind in counts} == counts
+    assert result.exponents == (-16, 15)
 
 
 @pytest.mark.parametrize("fp8_dtype", FP8_DTYPES, ids=str)
-def test_kinds_of_all_codes_are_those_of_their_values(fp8_dtype, device):
+def test_every_code_is_counted_by_the_kind_of_its_value(fp8_dtype, device):
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     value = codes.view(fp8_dtype).float()
     info = torch.finfo(fp8_dtype)
@@ -58,77 +60,83 @@ def test_kinds_of_all_codes_are_those_of_their_values(fp8_dtype, device):
     }  # fmt: skip
     ones = torch.ones(256, device=device)
     x = Float8Tensor(codes.view(fp8_dtype), ones, ones, Float8Spec(fp8_dtype, (1,)), torch.float32)
-    found = x.stats(per_block=True)
-    assert found.counts.keys() == expected.keys()
+    result = x.stats(per_block=True)
+    assert result.counts.keys() == expected.keys()
     for kind, mask in expected.items():
-        assert torch.equal(found.counts[kind], mask.long()), kind
+        assert torch.equal(result.counts[kind], mask.long()), kind
         assert x.stats().count(kind) == mask.sum().item(), kind
     plain = value.isfinite() & (value != 0)
     exponents = value.abs().log2().floor()
-    for got in (found.exponent_min, found.exponent_max):
+    for got in (result.exponent_min, result.exponent_max):
         assert torch.equal(got.isnan(), ~plain)
         assert torch.equal(got[plain], exponents[plain])
 
 
 def test_amax_and_range_of_scales():
     t = quantize(torch.tensor([[448.0, 1.0], [-896.0, 2.0], [0.0, 0.0]]), block=(1, -1))
-    found = t.stats()
-    assert (found.shape, found.dtype, found.spec) == ((3, 2), torch.float32, t.spec)
-    assert (found.amax, found.scale_min, found.scale_max) == (896.0, 1.0, 2.0)
-    assert found.saturated == 2 / 6  # each amax, which is exactly the largest
-    assert found.exponents == (0, 8)
-    assert found.sqnr is found.effective_bits is found.flushed is found.clipped is None
+    result = t.stats()
+    assert (result.shape, result.dtype, result.spec) == ((3, 2), torch.float32, t.spec)
+    assert (result.amax, result.scale_min, result.scale_max) == (896.0, 1.0, 2.0)
+    assert result.saturated == 2 / 6  # each row's amax, which is exactly the largest
+    assert result.exponents == (0, 8)
+    assert result.sqnr is result.effective_bits is result.flushed is result.clipped is None
 
 
-def test_errors_by_hand():
+def test_errors_are_those_computed_by_hand():
     # Scale 1, so codes are the values: 17 -> 16, 2^-11 -> 0 (flushed), 500 -> 448 (clipped),
-    # 460 -> 448 (by rounding: not clipped), 0 -> 0 (not flushed), 3 -> 3.
+    # 460 -> 448 (rounded, not clipped), 0 -> 0 (not flushed), 3 -> 3.
     x = torch.tensor([17.0, 2.0**-11, 500.0, 460.0, 0.0, 3.0])
     t = quantize(x, scale=1.0)
-    found = t.compare(x)
+    result = t.compare(x)
     signal = 17.0**2 + 2.0**-22 + 500.0**2 + 460.0**2 + 9.0
     noise = 1.0 + 2.0**-22 + 52.0**2 + 12.0**2
-    assert (found.numel, found.clipped_count, found.flushed_count) == (6, 1, 1)
-    assert (found.clipped, found.flushed) == (1 / 6, 1 / 6)
-    assert found.signal == pytest.approx(signal, rel=1e-14)
-    assert found.noise == pytest.approx(noise, rel=1e-14)
-    assert found.sqnr == pytest.approx(10 * math.log10(signal / noise), rel=1e-14)
-    assert found.effective_bits == pytest.approx((found.sqnr - 1.76) / 6.02)
-    assert found.max_error == 52.0
-    assert found.mean_error == pytest.approx(-(1.0 + 2.0**-11 + 52.0 + 12.0) / 6, rel=1e-14)
-    whole = t.stats(x)
-    assert whole.comparison == found
-    assert (whole.sqnr, whole.effective_bits) == (found.sqnr, found.effective_bits)
-    assert (whole.flushed, whole.clipped) == (found.flushed, found.clipped)
+    assert (result.numel, result.clipped_count, result.flushed_count) == (6, 1, 1)
+    assert (result.clipped, result.flushed) == (1 / 6, 1 / 6)
+    assert result.signal == pytest.approx(signal, rel=1e-14)
+    assert result.noise == pytest.approx(noise, rel=1e-14)
+    assert result.sqnr == pytest.approx(10 * math.log10(signal / noise), rel=1e-14)
+    assert result.effective_bits == pytest.approx((result.sqnr - 1.76) / 6.02)
+    assert result.max_error == 52.0
+    assert result.mean_error == pytest.approx(-(1.0 + 2.0**-11 + 52.0 + 12.0) / 6, rel=1e-14)
+    stats_with_original = t.stats(x)
+    assert stats_with_original.comparison == result
+    assert (stats_with_original.sqnr, stats_with_original.effective_bits) == (
+        result.sqnr,
+        result.effective_bits,
+    )
+    assert (stats_with_original.flushed, stats_with_original.clipped) == (
+        result.flushed,
+        result.clipped,
+    )
 
 
 @pytest.mark.parametrize(
     ("fp8_dtype", "tie"), [(E4M3, 464.0), (E5M2, 61440.0)], ids=["e4m3", "e5m2"]
 )
-def test_clipped_begins_where_rounding_would_pass_the_largest(fp8_dtype, tie):
+def test_values_that_would_round_beyond_the_largest_count_as_clipped(fp8_dtype, tie):
     above = math.nextafter(tie, math.inf)
     x = torch.tensor([tie, -tie, tie * (1 + 2**-20), -2 * tie], dtype=torch.float32)
     assert above > tie
-    found = quantize(x, fp8_dtype, scale=1.0).compare(x)
-    assert found.clipped_count == 2
+    result = quantize(x, fp8_dtype, scale=1.0).compare(x)
+    assert result.clipped_count == 2
 
 
-def test_an_original_that_is_not_finite_is_counted_apart():
+def test_nonfinite_originals_are_counted_separately():
     x = torch.tensor([math.inf, math.nan, -math.inf, 4.0])
     t = quantize(x, scale=1.0)
-    found = t.stats(x)
-    assert (found.count("nan"), found.count("saturated")) == (3, 0)
-    assert found.comparison is not None
-    assert found.comparison.clipped_count == 0
-    of_infinities = quantize(x, E5M2, scale=1.0).stats(x)
-    assert [of_infinities.count(kind) for kind in ("nan", "inf", "saturated")] == [1, 2, 0]
-    t.qdata[0] = 448.0  # as another library casts an infinity
+    result = t.stats(x)
+    assert (result.count("nan"), result.count("saturated")) == (3, 0)
+    assert result.comparison is not None
+    assert result.comparison.clipped_count == 0
+    e5m2_result = quantize(x, E5M2, scale=1.0).stats(x)
+    assert [e5m2_result.count(kind) for kind in ("nan", "inf", "saturated")] == [1, 2, 0]
+    t.qdata[0] = 448.0  # some libraries cast an infinity so
     assert t.compare(x).clipped_count == 1
-    assert (found.comparison.signal, found.comparison.noise) == (16.0, 0.0)
-    assert found.sqnr == math.inf
+    assert (result.comparison.signal, result.comparison.noise) == (16.0, 0.0)
+    assert result.sqnr == math.inf
 
 
-def test_exact_and_hopeless_sqnr():
+def test_sqnr_is_infinite_without_noise_or_without_signal():
     x = torch.tensor([1.0, 2.0])
     assert quantize(x).compare(x).sqnr == math.inf
     assert Comparison(1, 0, 0, 0.0, 1.0, 1.0, 1.0).sqnr == -math.inf
@@ -136,12 +144,12 @@ def test_exact_and_hopeless_sqnr():
 
 def test_large_values_do_not_overflow():
     x = torch.tensor([3e38, -1e38, 2e38])
-    found = quantize(x, E5M2).compare(x)
-    assert found.signal == pytest.approx(sum(v**2 for v in x.tolist()))
-    assert 0 < found.noise < found.signal
+    result = quantize(x, E5M2).compare(x)
+    assert result.signal == pytest.approx(sum(v**2 for v in x.tolist()))
+    assert 0 < result.noise < result.signal
 
 
-def test_histograms():
+def test_histograms_count_codes_and_exponents():
     t = from_codes(0x00, 0x7E, 0x7E, 0x38, 0xB8, 0x7F, 0x01)
     by_code = t.histogram()
     assert by_code.counts.shape == by_code.values.shape == (256,)
@@ -151,71 +159,71 @@ def test_histograms():
     by_exponent = t.histogram("exponent")
     exponents, counts = by_exponent.values.tolist(), by_exponent.counts.tolist()
     assert exponents == list(range(-9, 9))
-    found = {e: n for e, n in zip(exponents, counts, strict=True) if n}
-    assert found == {-9: 1, 0: 2, 8: 2}
+    exponent_counts = {e: n for e, n in zip(exponents, counts, strict=True) if n}
+    assert exponent_counts == {-9: 1, 0: 2, 8: 2}
     assert quantize(torch.ones(3), E5M2).histogram("exponent").values.tolist() == [*range(-16, 16)]
 
 
 @each_block
 @pytest.mark.parametrize("fp8_dtype", FP8_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(130, 70), (1, 1), (7, 300)], ids=str)
-def test_blocks_hold_what_each_block_alone_holds(spec, fp8_dtype, shape, device):
+def test_statistics_of_a_block_are_those_of_its_values(spec, fp8_dtype, shape, device):
     block, rule = spec
     x = torch.randn(shape, device=device) * torch.logspace(-6, 2, shape[1], device=device)
     t = quantize(x, fp8_dtype, block=block, scale_rule=rule)
-    found, whole = t.stats(x, per_block=True), t.stats(x)
-    assert isinstance(found, BlockStats)
-    assert torch.equal(found.scale, t.scale)
-    assert torch.equal(found.amax, t.amax)
+    result, tensor_stats = t.stats(x, per_block=True), t.stats(x)
+    assert isinstance(result, BlockStats)
+    assert torch.equal(result.scale, t.scale)
+    assert torch.equal(result.amax, t.amax)
     rows, columns = (n if b == -1 else b for n, b in zip(shape, block, strict=True))
     for i in range(0, shape[0], rows)[:3]:
         for j in range(0, shape[1], columns):
-            at = i // rows, j // columns
-            cut = slice(i, i + rows), slice(j, j + columns)
-            value, codes = x[cut].double(), t.qdata[cut].double()
-            error = codes.float() * t.scale[at] - x[cut]
-            top = codes.abs() == torch.finfo(fp8_dtype).max
-            assert found.numel[at] == codes.numel()
-            assert found.counts["saturated"][at] == top.sum()
-            assert found.saturated[at] == top.sum().item() / top.numel()
-            assert found.counts["flushed"][at] == ((codes == 0) & (value != 0)).sum()
-            # On the CPU: a GPU's log2 may fall short of a whole number.
+            index = i // rows, j // columns
+            block_slices = slice(i, i + rows), slice(j, j + columns)
+            value, codes = x[block_slices].double(), t.qdata[block_slices].double()
+            error = codes.float() * t.scale[index] - x[block_slices]
+            is_largest = codes.abs() == torch.finfo(fp8_dtype).max
+            assert result.numel[index] == codes.numel()
+            assert result.counts["saturated"][index] == is_largest.sum()
+            assert result.saturated[index] == is_largest.sum().item() / is_largest.numel()
+            assert result.counts["flushed"][index] == ((codes == 0) & (value != 0)).sum()
+            # On the CPU, since a GPU's log2 may fall short of a whole number.
             exponents = codes[codes != 0].abs().cpu().log2().floor()
-            assert found.exponent_min[at] == exponents.min()
-            assert found.exponent_max[at] == exponents.max()
+            assert result.exponent_min[index] == exponents.min()
+            assert result.exponent_max[index] == exponents.max()
             sqnr = 10 * (value.square().sum() / error.double().square().sum()).log10()
-            assert torch.allclose(found.sqnr[at], sqnr, rtol=1e-12)
+            assert torch.allclose(result.sqnr[index], sqnr, rtol=1e-12)
     for kind in ("saturated", "zero", "subnormal", "nan", "inf"):
-        assert found.counts[kind].sum().item() == whole.count(kind)
-    assert found.counts["flushed"].sum().item() == whole.comparison.flushed_count
-    assert found.counts["clipped"].sum().item() == whole.comparison.clipped_count
-    assert found.numel.sum().item() == whole.numel == x.numel()
+        assert result.counts[kind].sum().item() == tensor_stats.count(kind)
+    assert result.counts["flushed"].sum().item() == tensor_stats.comparison.flushed_count
+    assert result.counts["clipped"].sum().item() == tensor_stats.comparison.clipped_count
+    assert result.numel.sum().item() == tensor_stats.numel == x.numel()
 
 
-def test_blocks_by_hand():
+def test_block_statistics_are_those_computed_by_hand():
     x = torch.tensor([[448.0, 0.0, 1.0], [0.0, 0.0, 0.0], [math.nan, 2.0, -448.0]])
-    found = quantize(x, block=(1, 2), scale=1.0).stats(x, per_block=True)
-    assert found.numel.tolist() == [[2, 1]] * 3
-    assert found.saturated.tolist() == [[0.5, 0], [0, 0], [0, 1]]
-    assert found.zero.tolist() == [[0.5, 0], [1, 1], [0, 0]]
-    assert found.nan.tolist() == [[0, 0], [0, 0], [0.5, 0]]
-    assert found.inf.sum() == found.flushed.sum() == found.clipped.sum() == 0
+    result = quantize(x, block=(1, 2), scale=1.0).stats(x, per_block=True)
+    assert result.numel.tolist() == [[2, 1]] * 3
+    assert result.saturated.tolist() == [[0.5, 0], [0, 0], [0, 1]]
+    assert result.zero.tolist() == [[0.5, 0], [1, 1], [0, 0]]
+    assert result.nan.tolist() == [[0, 0], [0, 0], [0.5, 0]]
+    assert result.inf.sum() == result.flushed.sum() == result.clipped.sum() == 0
     nan = math.nan
     expected = torch.tensor([[8.0, 0.0], [nan, nan], [1.0, 8.0]])
-    for got in (found.exponent_min, found.exponent_max):
+    for got in (result.exponent_min, result.exponent_max):
         assert torch.equal(got.nan_to_num(-99), expected.nan_to_num(-99))
-    assert (found.sqnr == math.inf).all()
-    assert (found.effective_bits == math.inf).all()
+    assert (result.sqnr == math.inf).all()
+    assert (result.effective_bits == math.inf).all()
 
 
-def test_share_without_original_says_what_to_do():
-    found = quantize(torch.ones(2, 2)).stats(per_block=True)
-    assert found.sqnr is found.effective_bits is None
+def test_flushed_share_without_an_original_raises():
+    result = quantize(torch.ones(2, 2)).stats(per_block=True)
+    assert result.sqnr is result.effective_bits is None
     with pytest.raises(ValueError, match="need an original"):
-        _ = found.flushed
+        _ = result.flushed
 
 
-def test_blocks_as_a_matrix():
+def test_blocks_returns_scales_as_a_matrix():
     x = torch.randn(2, 3, 256)
     t = quantize(x, block=(1, 128))
     assert torch.equal(t.blocks(), t.scale.reshape(6, 2))
@@ -231,53 +239,58 @@ def test_blocks_as_a_matrix():
     [((0,), (-1,)), ((0, 3), (-1, -1)), ((0, 256), (1, 128)), ((4, 0), (1, -1)), ((), ())],
     ids=str,
 )
-def test_empty_tensors_and_scalars(shape, block):
+def test_statistics_of_empty_tensors_and_scalars(shape, block):
     x = torch.full(shape, 2.0)
     t = quantize(x, block=block)
-    found, parts = t.stats(x), t.stats(x, per_block=True)
-    assert found.numel == x.numel()
-    assert found.saturated == found.count("saturated") == x.numel()  # 1 of 1, or 0
-    assert found.exponents == ((8, 8) if x.numel() else None)
-    assert found.sqnr == math.inf
-    assert parts.numel.shape == parts.saturated.shape == parts.sqnr.shape == t.scale.shape
-    assert parts.numel.sum() == x.numel()
-    assert found.amax == (2.0 if x.numel() else 0.0)
-    assert math.isnan(found.scale_min) == (t.scale.numel() == 0)
+    result, block_stats = t.stats(x), t.stats(x, per_block=True)
+    assert result.numel == x.numel()
+    assert result.saturated == result.count("saturated") == x.numel()  # 1 of 1, or 0
+    assert result.exponents == ((8, 8) if x.numel() else None)
+    assert result.sqnr == math.inf
+    assert (
+        block_stats.numel.shape
+        == block_stats.saturated.shape
+        == block_stats.sqnr.shape
+        == t.scale.shape
+    )
+    assert block_stats.numel.sum() == x.numel()
+    assert result.amax == (2.0 if x.numel() else 0.0)
+    assert math.isnan(result.scale_min) == (t.scale.numel() == 0)
     assert t.histogram().counts.sum() == x.numel()
     assert repr(t)
     assert t._repr_html_()
-    assert str(found)
+    assert str(result)
 
 
-def test_views_count_only_what_they_show(device):
+def test_views_count_only_their_own_values(device):
     x = torch.zeros(4, 256, device=device)
     x[0, 0], x[3, 200] = 448.0, 896.0
     t = quantize(x, block=(128, 128))
     for view, original in [
         (t[:, 10:], x[:, 10:]), (t[1:3], x[1:3]), (t.t(), x.t()), (t[:, ::3], x[:, ::3]),
     ]:  # fmt: skip
-        found, parts = view.stats(original), view.stats(original, per_block=True)
-        assert found.numel == original.numel() == parts.numel.sum().item()
-        assert found.count("saturated") == (original != 0).sum().item()
-        assert parts.counts["saturated"].sum().item() == found.count("saturated")
-        assert found.sqnr == math.inf
+        result, block_stats = view.stats(original), view.stats(original, per_block=True)
+        assert result.numel == original.numel() == block_stats.numel.sum().item()
+        assert result.count("saturated") == (original != 0).sum().item()
+        assert block_stats.counts["saturated"].sum().item() == result.count("saturated")
+        assert result.sqnr == math.inf
 
 
-def test_a_view_sees_a_write_to_its_base():
+def test_statistics_of_a_view_follow_writes_to_its_base():
     t = quantize(torch.ones(128, 256), block=(128, 128))
-    view = t[3:7, 100:]  # cuts a block, so that it has scales of its own
+    view = t[3:7, 100:]  # cuts a block, so it has scales of its own
     assert view._window.copied
     before = view.stats()
     t.mul_(4)
     assert view.stats().scale_max == 4 * before.scale_max
 
 
-def test_parameters_and_gradients(device):
+def test_statistics_of_parameters_and_of_tensors_with_gradients(device):
     with float8lab.fp8_model_init(recipe=float8lab.recipes.MXFP8BlockScaling()):
         weight = float8lab.Linear(64, 32, device=device).weight
     assert weight.requires_grad
-    found = weight.stats(weight.detach().dequantize())
-    assert (found.numel, found.sqnr) == (64 * 32, math.inf)
+    result = weight.stats(weight.detach().dequantize())
+    assert (result.numel, result.sqnr) == (64 * 32, math.inf)
     t = quantize(torch.ones(2, 2, device=device).requires_grad_())
     assert not t.blocks().requires_grad
     assert t.compare(t).noise == 0  # an original in FP8
@@ -293,22 +306,22 @@ def test_statistics_change_nothing():
     torch.testing.assert_close(before, (t.qdata.view(torch.uint8), t.scale, t.amax), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("look", ["stats", "histogram", "blocks", "plot"])
-def test_fake_and_meta_tensors_say_that_they_hold_nothing(look):
-    if look == "plot":
+@pytest.mark.parametrize("method", ["stats", "histogram", "blocks", "plot"])
+def test_statistics_of_fake_and_meta_tensors_raise(method):
+    if method == "plot":
         pytest.importorskip("matplotlib")
     meta = quantize(torch.empty(2, 3, device="meta"))
     with pytest.raises(TypeError, match="got a meta tensor"):
-        getattr(meta, look)()
+        getattr(meta, method)()
     with torch._subclasses.FakeTensorMode():
         fake = quantize(torch.empty(2, 3))
         with pytest.raises(TypeError, match="got a fake tensor"):
-            getattr(fake, look)()
+            getattr(fake, method)()
         assert "size=(2, 3)" in repr(fake)
     assert meta._repr_html_() is fake._repr_html_() is None
 
 
-def test_bad_arguments():
+def test_wrong_arguments_raise():
     t = quantize(torch.ones(2, 2))
     with pytest.raises(TypeError, match=r"x must be a Float8Tensor.*got Tensor of torch\.float32"):
         inspect.stats(torch.ones(2))

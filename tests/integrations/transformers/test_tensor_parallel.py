@@ -12,7 +12,7 @@ from transformers.distributed import DistributedConfig
 import float8lab
 from float8lab.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from tests.distributed.ranks import Ranks, each_check
-from tests.distributed.test_parallelize import integers, whole
+from tests.distributed.test_parallelize import integers, unshard
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -86,7 +86,7 @@ def results(layer: Any, x: Tensor, grad: bool) -> list[Tensor]:
 
 def unsharded(local: Tensor, expected: Tensor, ranks: Ranks) -> Tensor:
     """A tensor of all ranks, of a DTensor or of shards of features."""
-    local = whole(local)
+    local = unshard(local)
     return local if local.shape == expected.shape else torch.cat(ranks.gather(local), -1)
 
 
@@ -103,7 +103,7 @@ def check_a_model_trains_generates_and_goes_back(ranks: Ranks):
         fp8, fp8_of_ranks = alone(tokens).logits, model(tokens).logits
     assert (fp8_of_ranks - fp8).norm() < (fp8 - high).norm() / 8
     for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
-        assert (whole(p.grad) - q.grad).norm() < q.grad.norm() / 8, name
+        assert (unshard(p.grad) - q.grad).norm() < q.grad.norm() / 8, name
     with float8lab.count_gemms() as counts:
         ranks.assert_same(model.generate(tokens, max_new_tokens=2, do_sample=False))
     assert (counts.fp8, counts.high_precision) == (16, 0)
