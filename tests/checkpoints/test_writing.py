@@ -16,7 +16,7 @@ from float8lab.checkpoints.replacing import leftovers
 from float8lab.checkpoints.safetensors import Group, NewTensor, write_checkpoint
 from float8lab.inspect import CheckpointError
 from float8lab.integrations import export, load_fp8
-from tests.integrations.checkpoint.test_exporting import read
+from tests.integrations.checkpoint.test_exporting import read_safetensors
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
 
@@ -43,7 +43,7 @@ TENSORS = {
 @pytest.mark.parametrize("max_shard_size", [1, 40, 1 << 30])
 def test_safetensors_reads_the_written_files(tmp_path, max_shard_size):
     files = write(tmp_path / "out", TENSORS, max_shard_size)
-    state = read(tmp_path / "out")
+    state = read_safetensors(tmp_path / "out")
     assert state.keys() == TENSORS.keys()
     for name, value in TENSORS.items():
         assert state[name].dtype == value.dtype
