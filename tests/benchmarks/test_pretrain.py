@@ -62,7 +62,7 @@ def make_run(recipe):
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(recipe, tmp_path, capsys):
     argv = [*TINY, "--recipe", recipe, "--commit", "abc"]
     main([*argv, "--out", str(tmp_path / "straight")])
-    # the first ends within a logging interval
+    # The first ends within a logging interval.
     for steps in (["--steps", "3"], ["--steps", "2"], []):
         main([*argv, *steps, "--out", str(tmp_path / "resumed")])
     assert f"{recipe} is at step 5 of 7" in capsys.readouterr().out
@@ -117,7 +117,7 @@ def test_recipes_train_on_the_same_batches(tmp_path):
 def test_log_lines_after_the_checkpoint_file_are_dropped(tmp_path):
     main([*TINY, "--steps", "4", "--out", str(tmp_path)])
     losses = loss_curve(tmp_path)
-    # a line of a run that died before its next checkpoint file
+    # A line of a run that died before its next checkpoint file.
     with (tmp_path / LOG).open("a") as log:
         log.write(json.dumps({"step": 6, "loss": 1.0}) + "\n")
     main([*TINY, "--minutes", "0", "--out", str(tmp_path)])

@@ -94,7 +94,7 @@ def test_files_with_changed_bytes_are_read_or_refused(tmp_path, cases, kind):
     rng, refusals = random.Random(0), 0
     for _ in cases:
         damaged = bytearray(data)
-        # headers and directories of archives are at the ends
+        # Headers and directories of archives are at the ends.
         start = rng.choice([0, max(0, len(data) - 2000)])
         for _ in range(rng.choice([1, 10])):
             damaged[start + rng.randrange(min(len(data), 2000))] = rng.randrange(256)

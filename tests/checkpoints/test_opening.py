@@ -288,7 +288,7 @@ def test_an_archive_with_a_damaged_directory_is_refused(tmp_path, capsys):
     path = tmp_path / "a.pt"
     torch.save({"a": torch.ones(2)}, path)
     content = path.read_bytes()
-    # the locator of the 64-bit directory: it now spans two disks
+    # The locator of the 64-bit directory: it now spans two disks.
     locator = content.rindex(b"PK\x06\x07")
     path.write_bytes(content[: locator + 16] + b"\x02" + content[locator + 17 :])
     assert_refused(path, capsys, "damaged")

@@ -242,7 +242,7 @@ def test_a_truncated_file_is_an_error(tmp_path):
 
 def test_a_read_only_folder_is_not_overwritten(tmp_path, monkeypatch):
     export(constant_model(1.0), tmp_path / "out")
-    # as for a user who is not root
+    # The answer for a user who is not root.
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     with pytest.raises(FileExistsError, match="out is read-only"):
         export(constant_model(2.0), tmp_path / "out", overwrite=True)

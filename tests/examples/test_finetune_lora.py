@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 with warnings.catch_warnings():
-    # deprecation warnings of PEFT, Transformers and their dependencies
+    # Deprecation warnings of PEFT, Transformers and their dependencies.
     warnings.simplefilter("ignore")
     pytest.importorskip("peft", reason="needs the extra 'peft'")
     import finetune_lora
@@ -17,7 +17,7 @@ def test_example_trains_on_both_bases_and_prints_the_savings(capsys: pytest.Capt
     report_line, column_names, *rows, _, losses = capsys.readouterr().out.splitlines()
     assert report_line.startswith("14 of 15 linear layers in FP8")
     assert column_names.split() == ["bf16", "FP8", "FP8", "/", "bf16", "saved"]
-    # the rows below the time
+    # The rows below the time.
     ratios = {row[:18].strip(): float(row.split()[-3]) for row in rows[1:]}
     # 85 % of the parameters at one byte instead of two, and scales
     assert 0.55 < ratios["base"] < 0.6

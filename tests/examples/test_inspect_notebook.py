@@ -22,9 +22,9 @@ def run_in_a_kernel(notebook):
     nbclient = pytest.importorskip("nbclient")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(NOTEBOOK.parents[1]))
-        # for warnings of ipykernel; those of float8lab are shown by cells
+        # For warnings of ipykernel; those of float8lab are shown by cells.
         patch.setenv("PYTHONWARNINGS", "ignore")
-        # its tensors are small, and other tests run at the same time
+        # Its tensors are small, and other tests run at the same time.
         patch.setenv("OMP_NUM_THREADS", "1")
         client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
         client.execute(cwd=str(NOTEBOOK.parent))

@@ -45,7 +45,7 @@ def test_transformer_layers_have_the_gradients_of_plain_blocks(name):
         assert set(expected) == {name for name, _ in fused_block.named_parameters()}
         for label, parameter in fused_block.named_parameters():
             scale = tolerance * expected[label].norm()
-            # the gradient of a key bias is 0, because softmax cancels it
+            # The gradient of a key bias is 0, because softmax cancels it.
             if not label.endswith("key_bias"):
                 assert (parameter.grad - expected[label]).norm() <= scale, label
     for label, parameter in plain.named_parameters():
@@ -67,7 +67,7 @@ def test_a_later_token_changes_no_earlier_logits(name):
 def test_rotary_scores_depend_only_on_distances():
     """Rotating queries and keys by one more angle changes no score."""
     q, k = torch.randn(2, 1, 1, 9, 8, dtype=torch.float64)
-    rotary_angles = llama.angles(10, 8, torch.device("cpu")).double()
+    rotary_angles = llama.rotary_angles(10, 8, torch.device("cpu")).double()
     scores = [
         llama.rotate(q, rotary_angles[n : n + 9])
         @ llama.rotate(k, rotary_angles[n : n + 9]).transpose(2, 3)

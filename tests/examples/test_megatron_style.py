@@ -62,9 +62,9 @@ def test_four_ranks_train_and_resume_as_one(
     one_rank_losses, high_precision_losses = on_one(), on_one("--recipe", "none")
     fp8_difference = largest_difference(one_rank_losses, high_precision_losses)  # the effect of FP8
     assert 0 < fp8_difference < 0.1 * one_rank_losses[0]
-    # the effect of another order of sums
+    # The effect of another order of sums.
     assert largest_difference(four_rank_losses, one_rank_losses) < fp8_difference / 4
-    # before any update
+    # Before any update.
     assert (
         largest_difference(four_rank_losses[1:2], on_one("--resume", folder)[:1])
         < fp8_difference / 100

@@ -22,7 +22,7 @@ def run_example(folder: Path, *args: str) -> str:
 def assert_resumes(folder: Path, *args: str) -> None:
     output = run_example(folder, *args)
     repeated_steps = [int(step) for step in re.findall(r"step +(\d+) .*again", output)]
-    # from the checkpoint after step 2 to the end of the worker before step 5
+    # From the checkpoint after step 2 to the end of the worker before step 5.
     assert repeated_steps == [3, 4]
     assert "4 records of repeated steps, 0 of them with other bytes" in output
 

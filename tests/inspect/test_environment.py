@@ -189,7 +189,7 @@ def test_extras_match_pyproject_and_the_install_page():
     names = {}
     for line in section.splitlines():
         name, packages = line.split(" = ")
-        # other extras of float8lab, defined above
+        # Other extras of float8lab, defined above.
         included = re.search(r'"float8lab\[([\w,]+)\]"', packages)
         requirements = set(re.findall(r'"(\w+)(?:\[\w+\])?[>=]', packages))
         names[name] = requirements.union(

@@ -217,7 +217,7 @@ def test_texts_are_escaped(tmp_path):
 def test_the_page_loads_nothing_from_elsewhere(tmp_path):
     page = Page(sample(blocks=1, steps=3), tmp_path / "report.html")
     assert page.scripts["plotly"].startswith("/**")
-    # plotly mentions sites but requests none
+    # plotly mentions sites but requests none.
     own_text = page.text.replace(page.scripts["plotly"], "")
     assert not re.search(r"https?:|//\w+\.\w|url\(|@import", own_text)
     assert re.findall(r"\b(?:src|href)=\"([^\"]*)\"", own_text) == ["data:,"]

@@ -265,7 +265,7 @@ def test_operands_computed_inside_a_cast_are_recorded(recipe):
     assert records["fc2", "x"].sqnr > 20
     assert records["fc1", "dy"].elements == records["fc2", "x"].elements == 16 * 48
     assert records["fc2", "dy"].amax == 1.0
-    # of the gradient of the activation, which is not written to memory either
+    # Of the gradient of the activation, which is not written to memory either.
     assert records["fc1", "dy"].sqnr > 20
 
 
@@ -476,7 +476,7 @@ def test_every_skips_records_but_keeps_all_losses():
             with Ops() as ops:
                 loss = model(torch.randn(16, 48)).sum()
                 loss.backward()
-            # dispatch modes do not see the ops of the watch
+            # Dispatch modes do not see the ops of the watch.
             assert not any("bincount" in op for op in ops.names)
             assert (PROCESS.observer is w) is (i % 3 == 0)
             w.step(loss)

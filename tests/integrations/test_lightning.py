@@ -223,7 +223,7 @@ def test_pytorch_lightning_gives_the_results_of_lightning(
 def test_validation_and_prediction_change_no_scale(device: Any) -> None:
     model, precision = Module(), plugin(DELAYED, replace_layers=True)
     runner = trainer(device, 1, precision)
-    # in inference mode, where the state is created
+    # In inference mode, where the state is created.
     runner.validate(model, loader(2), verbose=False)
     runner.fit(model, loader())
     before = precision.state_dict()["0"]
@@ -397,7 +397,7 @@ def test_recipe_none_keeps_the_recipes_of_converted_layers() -> None:
     x = torch.randn(3, 200)
     expected = net(x)
     assert torch.equal(fabric_for(torch.device("cpu"), plugin()).setup(net)(x), expected)
-    # the recipe of an enclosing autocast takes precedence
+    # The recipe of an enclosing autocast takes precedence.
     current_plugin = plugin(recipes.Float8CurrentScaling())
     assert not torch.equal(fabric_for(torch.device("cpu"), current_plugin).setup(net)(x), expected)
 

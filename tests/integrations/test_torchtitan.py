@@ -54,7 +54,7 @@ with warnings.catch_warnings():
     from float8lab.integrations.torchtitan import Float8Converter, Float8SelectiveAC
 
 FAMILIES = {"llama3": (llama3, llama3_jobs), "deepseek_v3": (deepseek_v3, deepseek_v3_jobs)}
-# the stacked experts are three layers
+# The stacked experts are three layers.
 LINEAR_LAYERS = {"llama3": 2 * 5, "deepseek_v3": 2 * 4 + 3 + 6}
 STEPS = 2
 CHECKPOINTING = {
@@ -263,7 +263,7 @@ def check_fsdp_with_each_checkpointing_gives_equal_parameters(ranks: Ranks) -> N
             assert torch.uint8 in {dtype for dtype, _ in collectives.of("allgather")}
             high = {name for name in gemms.high_precision_by_module if name.startswith("layers")}
             assert {name.rpartition(".")[2] for name in high} <= {"inner_attention", "gate"}
-            # forward, recomputed forward, dgrad and wgrad; else three
+            # Forward, recomputed forward, dgrad and wgrad; else three.
             gemms_per_layer = 4 if ac in ("selective", "full") else 3
             assert gemms.fp8 == STEPS * gemms_per_layer * LINEAR_LAYERS[family]
         for state in states[1:]:

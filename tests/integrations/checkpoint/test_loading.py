@@ -192,7 +192,7 @@ def test_static_activation_scales_are_used_and_kept(tmp_path):
     load_fp8(tmp_path / "out", loaded)
     model.eval()
     loaded.eval()
-    # the static scale saturates far beyond the calibrated range, and does not change
+    # The static scale saturates far beyond the calibrated range, and does not change.
     for factor in (1.0, 100.0, 1.0):
         assert torch.equal(model(x * factor), loaded(x * factor))
 

@@ -355,7 +355,7 @@ def test_4_bit_files_of_compressed_tensors_are_loaded(kind):
     amax = weight.unflatten(1, (-1, size)).abs().amax(-1)
     state = {"weight": weight, "weight_scale": (amax.log2().floor() - 2).exp2()}
     if kind == "NVFP4":
-        # a power of two, so that every order of multiplication gives the same
+        # A power of two, so that every order of multiplication gives the same.
         state["weight_global_scale"] = torch.tensor([256.0])
         state["weight_scale"] = (amax / 6 * 256).to(torch.float8_e4m3fn).float()
     packed = compressor.compress(state, scheme)
@@ -432,7 +432,7 @@ def test_experts_with_delayed_scaling_are_exported(tmp_path):
     for name in ("gate_up_proj", "down_proj"):
         path = f"model.layers.1.mlp.experts.{name}"
         loaded, weight = loaded_model.get_parameter(path).dequantize(), model.get_parameter(path)
-        # the step below the normal numbers
+        # The step below the normal numbers.
         subnormal_step = 2.0**-9 * weight.abs().amax((1, 2), keepdim=True)
         assert ((loaded - weight).abs() <= 2.0**-4 * weight.abs() + subnormal_step).all()
 

@@ -99,7 +99,7 @@ def check_sharded_experts_are_streamed_matrix_by_matrix(ranks: Ranks) -> None:
     assert_same(streamed, export_stream(single))
     assert sum("experts.1" in name for name in streamed) == 6
     gathered = [size for dtype, size in collectives.of("gather") if dtype == torch.uint8]
-    # each stack is gathered once, for all its matrices
+    # Each stack is gathered once, for all its matrices.
     assert len(gathered) == 2 * (ranks.world > 1), gathered
 
 

@@ -94,7 +94,7 @@ def test_scales_continue_as_in_transformer_engine(
         with float8lab.autocast(recipe=report.recipe):
             y = layer(x)
         y.backward(torch.ones_like(y))
-    # the third forward uses the gradient amax of the second step
+    # The third forward uses the gradient amax of the second step.
     with float8lab.autocast(recipe=report.recipe):
         layer(x)
     step_amax = torch.stack([x.abs().max(), layer.weight.abs().max(), torch.tensor(1.0)]).detach()

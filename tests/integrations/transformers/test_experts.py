@@ -170,7 +170,7 @@ def test_transformers_loads_the_experts_of_an_export(tmp_path, family, format) -
     for name, value in dequantized.state_dict().items():
         parameter = read_by_transformers.get_parameter(name)
         if parameter.dtype == torch.float8_e4m3fn:  # linear layers stay compressed
-            # one block
+            # One block.
             parameter = parameter.float() * read_by_transformers.get_parameter(f"{name}_scale")
         assert torch.equal(parameter, value), name
     model.save_pretrained(tmp_path / "plain")

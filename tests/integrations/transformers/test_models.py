@@ -102,11 +102,11 @@ def test_each_layer_matches_emulated_fp8(family: str, device: torch.device) -> N
         (dx,) = torch.autograd.grad(layer.forward(x), x, dy)  # without the hook
         reference_y.backward(dy)
         pairs = {"y": (y, reference_y), "dx": (dx, x.grad)}
-        # softmax makes the bias gradient of keys 0, so the bound is by the size of the summands
+        # softmax makes the bias gradient of keys 0, so the bound is by the size of the summands.
         if layer.bias is not None:
             db = layer.bias.grad - reference.bias.grad
             assert db.norm() < 1e-5 * dy.abs().flatten(0, -2).sum(0).norm(), f"db of {name}"
-        # else the gradient is a sum over the layers that share the weight
+        # Else the gradient is a sum over the layers that share the weight.
         if uses[id(layer.weight)] == 1:
             pairs["dw"] = (layer.weight.grad, reference.weight.grad)
         for quantity, (value, expected) in pairs.items():
@@ -203,7 +203,7 @@ def test_generation_matches_emulated_fp8(family: str, strategy: str) -> None:
     """Generation with a key/value cache gives the tokens of the emulation in plain PyTorch."""
     model, batch = build(family)
     with torch.no_grad():
-        # the logits of random models are nearly equal for all tokens
+        # The logits of random models are nearly equal for all tokens.
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(4)
