@@ -1,4 +1,4 @@
-"""Weights in packed 4 bits: each layout is recognized, decoded, compared and loaded."""
+"""Weights in packed 4 bits: each layout is recognized, decoded and compared."""
 
 import math
 

@@ -147,7 +147,7 @@ def raise_crash():
 
 
 @pytest.mark.parametrize("replaces", [False, True])
-def test_an_error_at_any_point_leaves_a_complete_checkpoint(tmp_path, replaces):
+def test_an_error_at_any_point_leaves_no_partial_checkpoint(tmp_path, replaces):
     path = tmp_path / "out"
     crashes = 0
     for call_number in range(1, 100):
@@ -184,7 +184,7 @@ def test_an_error_at_any_point_leaves_a_complete_checkpoint(tmp_path, replaces):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_crash_at_any_point_leaves_a_complete_checkpoint(tmp_path, replaces):
+def test_a_crash_at_any_point_leaves_no_partial_checkpoint(tmp_path, replaces):
     """The process ends at once, so nothing is cleaned up."""
     between_renames = 0
     for call_number in range(1, 100):

@@ -40,7 +40,7 @@ def test_sensitivity_measures_experts():
 
 @pytest.mark.parametrize("measured", [False, True])
 def test_advice_lists_the_gemm_sizes_of_experts(measured: bool):
-    """The timer calls each layer as the model does; M is the number of tokens of all experts."""
+    """Each layer is timed as the model calls it; M counts the tokens of all experts together."""
     calls = []
 
     def timer(run) -> Times:

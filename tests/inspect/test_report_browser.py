@@ -101,7 +101,7 @@ class ReportReader:
             message = json.loads(entry["message"])["message"]
             if message["method"] == "Network.requestWillBeSent":
                 url = message["params"]["request"]["url"]
-                # Chrome: is the browser's own new tab, open before it gets a page.
+                # "chrome" is the browser's own new tab, which is open before it gets a page.
                 if not url.startswith((self.opened.parent.as_uri(), "data:", "blob:", "chrome")):
                     messages.append(url)
         return messages

@@ -132,8 +132,7 @@ def test_nonfinite_values_are_counted_and_excluded_from_the_amax():
         model(x).backward(dy)
     record = records_of_step(w)["(model)", "x"]
     assert (record.nan, record.inf, record.amax) == (1, 2, 3.0)
-    # The amax of the rows of ones and of 3 is at the limit. In the row with infinities the scale is
-    # 1.
+    # The amax of the rows of ones and of 3 is at the limit. Beside infinities the scale is 1.
     assert record.saturated == (1 + 16 + 16) / 64
     record = records_of_step(w)["(model)", "dy"]
     assert (record.nan, record.inf, record.amax) == (1, 1, 1.0)
