@@ -31,7 +31,7 @@ def test_time_wall_calls_warm_up_and_samples():
     assert all(sample >= 0 for sample in timing.samples)
 
 
-def test_header_names_what_a_reader_needs():
+def test_header_has_the_versions_and_the_command():
     facts = common.header()
     assert {"torch", "triton", "commit", "command"} <= facts.keys()
     assert ("GPU" in facts) == torch.cuda.is_available()

@@ -125,7 +125,7 @@ def test_json_is_that_of_the_report(path, capsys):
     assert json.loads(capsys.readouterr().out)["identical"] is True
 
 
-def test_rows_are_limited(tmp_path, capsys):
+def test_limit_and_all_set_the_number_of_rows(tmp_path, capsys):
     torch.save({f"w{i}": torch.ones(1) for i in range(30)}, tmp_path / "a.pt")
     for options, count in (([], 20), (["--limit", "3"], 3), (["--all"], 30)):
         command.main(["inspect", str(tmp_path / "a.pt"), *options])
@@ -228,8 +228,10 @@ def test_bash_completes_options_and_files(path):
         'COMP_WORDS=(float8lab inspect a); _shtab_float8lab 2>/dev/null; echo "$COMPREPLY"'
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)
-    assert run.stdout.split() == ["--strict", "a.pt"]
+    process = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, env=environment
+    )
+    assert process.stdout.split() == ["--strict", "a.pt"]
 
 
 def test_a_damaged_file_gives_no_traceback(path, capsys, monkeypatch):
@@ -251,14 +253,14 @@ def test_no_progress_and_no_colours_into_a_file(path, tmp_path, capsys, monkeypa
 
 def test_a_closed_pipe_gives_no_error(path, tmp_path):
     torch.save({f"w{i}": torch.ones(1) for i in range(3000)}, "many.pt")
-    run = subprocess.run(
+    process = subprocess.run(
         f"{sys.executable} -m float8lab inspect many.pt --all | head -1",
         shell=True,
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert (run.stdout, run.stderr) == ("many.pt: torch.save\n", "")
+    assert (process.stdout, process.stderr) == ("many.pt: torch.save\n", "")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

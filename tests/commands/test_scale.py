@@ -72,7 +72,9 @@ def test_svg_is_well_formed(capsys, tmp_path):
         (("--svg", "missing/step.svg"), "missing"),
     ],
 )
-def test_what_cannot_be_predicted_is_one_line(capsys, tmp_path, monkeypatch, arguments, message):
+def test_impossible_predictions_are_an_error_in_one_line(
+    capsys, tmp_path, monkeypatch, arguments, message
+):
     monkeypatch.chdir(tmp_path)
     status, (out, err) = run_scale(capsys, *arguments)
     assert (status, out) == (2, "")
@@ -84,8 +86,8 @@ def test_what_cannot_be_predicted_is_one_line(capsys, tmp_path, monkeypatch, arg
 @pytest.mark.parametrize(
     "arguments", [("--tp-overlap", "2"), ("--tp-overlap", "x"), ("--gpus", "0")]
 )
-def test_wrong_arguments(capsys, arguments):
-    with pytest.raises(SystemExit) as caught:
+def test_wrong_arguments_exit_with_status_2(capsys, arguments):
+    with pytest.raises(SystemExit) as exit_info:
         run_scale(capsys, *arguments)
-    assert caught.value.code == 2
+    assert exit_info.value.code == 2
     assert "must be a" in capsys.readouterr().err

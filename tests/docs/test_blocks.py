@@ -182,7 +182,7 @@ def assert_blocks_are_valid(page: Path, text: str) -> None:
             raise AssertionError(f"{location}: {error}") from error
 
 
-def test_blocks_that_cannot_run_name_what_exists():
+def test_blocks_that_cannot_run_use_existing_names():
     for page in PAGES:
         assert_blocks_are_valid(page, page.read_text())
 

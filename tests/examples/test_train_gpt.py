@@ -52,7 +52,7 @@ def run_job(out, *args):
     return train_gpt.main([*SMALL, "--out", str(out), *args])
 
 
-def test_job_prints_and_writes_everything(tmp_path, capsys):
+def test_job_prints_and_writes_its_results(tmp_path, capsys):
     file = tmp_path / "numbers" / "run.json"
     results = run_job(tmp_path / "out", "--json", str(file))
     output = capsys.readouterr().out

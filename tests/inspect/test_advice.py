@@ -256,7 +256,7 @@ def test_memory_saved_is_the_difference_of_two_memory_reports():
 
 @pytest.mark.parametrize("timer", [None, fake_timer], ids=["modelled", "measured"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_model_is_left_as_it_was(timer, fails):
+def test_the_model_is_left_unchanged(timer, fails):
     model, x = StatefulModel(fails=fails), torch.randn(16, 32)
     float8lab.convert_to_float8(model, recipes.DelayedScaling(amax_history_len=4))
     if not fails:

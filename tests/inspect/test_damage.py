@@ -228,7 +228,7 @@ def test_overrides_match_only_the_named_layer():
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("converted", [False, True])
-def test_the_model_is_left_as_it_was(converted, training, fails, device):
+def test_the_model_is_left_unchanged(converted, training, fails, device):
     model = StatefulModel(fails=fails).to(device)
     x = torch.randn(16, 32, device=device)
     if converted:
@@ -252,7 +252,7 @@ def test_dropout_and_batch_norm_add_no_noise():
     assert inspect.sensitivity(StatefulModel(), torch.randn(16, 32), mean_square).noise == 0.0
 
 
-def test_random_streams_of_a_tracker_are_put_back():
+def test_random_states_of_a_tracker_are_restored():
     tracker = float8lab.CudaRNGStatesTracker(device="cpu")
     tracker.add("model-parallel-rng", 7)
 

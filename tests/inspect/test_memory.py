@@ -179,7 +179,7 @@ def test_checkpointed_layers_keep_their_input_only():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_model_is_left_as_it_was(fails, device):
+def test_the_model_is_left_unchanged(fails, device):
     model = StatefulModel(fails=fails).to(device)
     float8lab.convert_to_float8(model, recipes.DelayedScaling(amax_history_len=4))
     if not fails:

@@ -359,7 +359,7 @@ def test_colours_follow_the_color_scheme(reader):
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-def test_nothing_overflows(reader, width):
+def test_the_page_does_not_overflow_its_width(reader, width):
     browser.resize(reader.driver, width, 900)
     reader.settle()
     inner, scroll = reader.run(

@@ -110,11 +110,11 @@ def test_an_op_that_writes_nothing_fails_the_check(op, monkeypatch):
 def test_a_gemm_without_the_last_of_1001_blocks_fails(monkeypatch):
     scaled_mm = ops.scaled_mm_op
 
-    def without_last_block(a, a_scale, a_block, b, *rest):
+    def without_last_block(a, a_scale, a_block, b, *other_arguments):
         if a.shape[1] == 1001 * 128:
             a = a.clone()
             a.view(torch.uint8)[:, 1000 * 128 :] = 0
-        return scaled_mm(a, a_scale, a_block, b, *rest)
+        return scaled_mm(a, a_scale, a_block, b, *other_arguments)
 
     monkeypatch.setattr(ops, "scaled_mm_op", without_last_block)
     blocks = gemms._BLOCKS[::2]
@@ -247,14 +247,14 @@ def test_comparisons_accept_equal_nans_and_reject_other_differences():
 def test_selfcheck_keeps_the_random_state_and_ignores_the_default_dtype(select_checks):
     select_checks("rotate")
     torch.manual_seed(3)
-    want = torch.randn(2)
+    expected = torch.randn(2)
     torch.manual_seed(3)
     torch.set_default_dtype(torch.float64)
     try:
         assert selfcheck("cpu").passed
     finally:
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(torch.randn(2), want)
+    assert torch.equal(torch.randn(2), expected)
 
 
 def test_an_absent_gpu_is_an_error(monkeypatch):

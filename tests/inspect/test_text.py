@@ -167,7 +167,7 @@ device='meta')""",
 
 
 @pytest.mark.parametrize("has_matplotlib", [True, False])
-def test_html_is_well_formed_and_complete_in_itself(has_matplotlib, monkeypatch):
+def test_html_is_well_formed_and_self_contained(has_matplotlib, monkeypatch):
     t = quantize(torch.randn(70, 300).cumsum(1), block=(1, 128))
     if has_matplotlib:
         pytest.importorskip("matplotlib")
@@ -244,6 +244,6 @@ def test_only_plots_need_optional_packages(monkeypatch):
         inspect.plot(t)
 
 
-def test_repr_leaves_fallback_warnings_alone():
+def test_repr_uses_no_fallback():
     with float8lab.fallback("error"):
         assert "health: " in repr(quantize(torch.randn(3000, 3)))

@@ -504,7 +504,7 @@ def test_copies_of_a_plugin_hold_no_model() -> None:
         assert copied.state_dict() == {}
 
 
-def test_arguments_are_checked() -> None:
+def test_invalid_arguments_raise() -> None:
     with pytest.raises(TypeError, match=r"weights_dtype must be one of .*float8_e4m3fn"):
         plugin(dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"fallback_compute_dtype must be .*got torch.float32"):

@@ -46,9 +46,9 @@ def rename_metadata_class(path):
     path.write_bytes(protocol2.replace(torch_name, megatron_name))
 
 
-def assert_close(got, want):
+def assert_close(actual, expected):
     """Assert that float32 values are equal up to the order of sums."""
-    assert (got - want).norm() <= 64 * torch.finfo(want.dtype).eps * want.norm()
+    assert (actual - expected).norm() <= 64 * torch.finfo(expected.dtype).eps * expected.norm()
 
 
 def assert_equals_reference(checkpoint, model, **options):
@@ -64,8 +64,8 @@ def assert_equals_reference(checkpoint, model, **options):
     assert_close(y, model(x))
     restored = integrations.from_transformer_layers(layers.state_dict(), "megatron")
     assert all(torch.equal(restored[name], checkpoint.state[name]) for name in restored)
-    for name, want in (("embedding.word_embeddings", model.words), ("output_layer", model.out)):
-        assert torch.equal(state[f"{name}.weight"], want)
+    for name, expected in (("embedding.word_embeddings", model.words), ("output_layer", model.out)):
+        assert torch.equal(state[f"{name}.weight"], expected)
     assert torch.equal(state["decoder.final_layernorm.weight"], model.norm)
     return layers, state
 
@@ -88,8 +88,8 @@ def test_files_of_ranks_are_joined(tmp_path, llama, tp, pp, virtual):
     slots = {n: next(iter(p.slots.values())) for n, p in precisions(layers[3].layernorm_mlp)}
     for seed, name in ((1, "fc1"), (2, "fc2")):
         saved_scaling = layouts.scales(1, seed)
-        want = 1 / torch.stack([*saved_scaling["scale_fwd"][:2], saved_scaling["scale_bwd"][0]])
-        assert torch.equal(slots[name].tensors()["scale"], want)
+        expected = 1 / torch.stack([*saved_scaling["scale_fwd"][:2], saved_scaling["scale_bwd"][0]])
+        assert torch.equal(slots[name].tensors()["scale"], expected)
 
 
 @pytest.mark.parametrize("halves", [True, False])
