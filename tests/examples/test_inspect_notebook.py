@@ -59,7 +59,7 @@ def run_in_this_process(notebook):
 @pytest.fixture(
     scope="module",
     params=[run_in_this_process, pytest.param(run_in_a_kernel, marks=pytest.mark.slow)],
-    ids=["here", "kernel"],
+    ids=["this process", "kernel"],
 )
 def executed(request, notebook):
     """A copy with outputs; the error of a cell that raises names the cell."""

@@ -47,7 +47,7 @@ def support_text():
     )
 
 
-@pytest.mark.parametrize("cuda", [{}, {"cuda": (12, 8)}], ids=["", "an old CUDA"])
+@pytest.mark.parametrize("cuda", [{}, {"cuda": (12, 8)}], ids=["", "CUDA 12.8"])
 def test_support_on_hopper(pretend_gpu, cuda):
     pretend_gpu((9, 0), **cuda)
     assert_expected_inline(

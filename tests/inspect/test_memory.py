@@ -230,7 +230,7 @@ By layer
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("stored", [False, True], ids=["plain", "stored"])
+@pytest.mark.parametrize("stored", [False, True], ids=["high precision", "FP8 weights"])
 @pytest.mark.parametrize(
     "recipe", [None, recipes.DelayedScaling(), recipes.Float8BlockScaling()], ids=str
 )

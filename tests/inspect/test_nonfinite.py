@@ -58,7 +58,7 @@ def x():
 each_precision = pytest.mark.parametrize(
     "recipe",
     [None, recipes.Float8CurrentScaling(), recipes.DelayedScaling(), recipes.Float8BlockScaling()],
-    ids=["high", "current", "delayed", "block"],
+    ids=["high precision", "current", "delayed", "block"],
 )
 
 

@@ -91,7 +91,7 @@ def test_statistics_match_a_computation_by_hand():
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("fp8_dpa", [False, True], ids=["not asked for", "asked for"])
+@pytest.mark.parametrize("fp8_dpa", [False, True], ids=["high precision", "fp8_dpa"])
 def test_fp8_attention_records_q_k_and_v(fp8_dpa, recompute):
     attention = float8lab.DotProductAttention(4, 16, attention_dropout=0.0)
     recipe = recipes.DelayedScaling(fp8_dpa=fp8_dpa)

@@ -13,7 +13,7 @@ from float8lab.inspect import CheckpointError, diff
 from float8lab.inspect.checkpoint import difference
 
 
-@pytest.fixture(params=[None, 700], ids=["whole", "700-at-once"])
+@pytest.fixture(params=[None, 700], ids=["whole tensors", "700 elements at once"])
 def box_size(request, monkeypatch):
     """Read tensors whole, or in boxes of at most 700 elements."""
     if request.param is not None:

@@ -30,7 +30,7 @@ def row_of_saved(tmp_path):
     return save_and_inspect
 
 
-@pytest.fixture(params=[None, 700], ids=["whole", "700-at-once"])
+@pytest.fixture(params=[None, 700], ids=["whole tensors", "700 elements at once"])
 def box_size(request, monkeypatch):
     """Read tensors whole, or in boxes of at most 700 elements."""
     if request.param is not None:

@@ -45,7 +45,7 @@ def input_gradient(model, x):
 
 
 @each_recipe
-@pytest.mark.parametrize("freeze", [True, False], ids=["stored", "converted"])
+@pytest.mark.parametrize("freeze", [True, False], ids=["FP8 weights", "converted"])
 def test_frozen_weights_take_two_gemms_and_save_no_input(device, recipe, freeze):
     model = with_lora(convert(mlp().to(device), recipe, freeze=freeze))
     x = torch.randn(40, 64, device=device)
@@ -102,7 +102,7 @@ def squared_rounding_error(fp8_dtype):
 
 
 @each_recipe
-@pytest.mark.parametrize("freeze", [True, False], ids=["stored", "converted"])
+@pytest.mark.parametrize("freeze", [True, False], ids=["FP8 weights", "converted"])
 @pytest.mark.parametrize(
     "fields",
     [{}, {"use_rslora": True}, {"use_dora": True}, {"use_dora": True, "lora_dropout": 0.25}],
@@ -142,7 +142,7 @@ def test_gradients_of_a_llama_are_close_to_those_of_high_precision(recipe):
     assert cosine(dx_and_gradients(recipe), dx_and_gradients(None)) > 0.99
 
 
-@pytest.mark.parametrize("freeze", [True, False], ids=["stored", "converted"])
+@pytest.mark.parametrize("freeze", [True, False], ids=["FP8 weights", "converted"])
 @each_recipe
 def test_converting_before_or_after_peft_gives_equal_models(recipe, freeze):
     converted_first = with_lora(convert(mlp(), recipe, freeze=freeze), modules_to_save=["head"])

@@ -197,7 +197,7 @@ def test_dora_merges_and_unmerges(safe_merge):
     assert all(isinstance(m.weight, Float8Tensor) for m in base_layers(model).values())
 
 
-@pytest.mark.parametrize("freeze", [True, False], ids=["stored", "converted"])
+@pytest.mark.parametrize("freeze", [True, False], ids=["FP8 weights", "converted"])
 def test_adapters_can_be_switched_combined_and_disabled(freeze):
     recipe = RECIPES["current"]
     x = torch.randn(16, 64)
