@@ -33,9 +33,9 @@ class Cost:
     """The time and memory of a run."""
 
     seconds: float
-    """Of one step, or of another unit of work, whose name ``savings`` is given."""
+    """The time of one step, or of another unit of work, which ``savings`` names by ``unit``."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by what they hold, in the order of printing."""
+    """Bytes of each kind of tensor, in the order of printing."""
 
 
 class Meter:

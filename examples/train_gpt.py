@@ -128,7 +128,7 @@ class Run:
     step_ms: float = 0.0
     """Wall time of a training step: the median over the intervals between validations."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """Bytes by what they hold; on CUDA also the peak of memory in training."""
+    """Bytes of each kind of tensor; on CUDA also the peak of memory in training."""
 
 
 class Progress:

@@ -51,8 +51,8 @@ def test_every_op_is_in_a_check():
 def test_each_check_calls_its_ops_and_passes_on_the_cpu(check):
     """Runs on the CPU only; the test of the whole command covers the GPU.
 
-    ``test_the_selfcheck_command_passes_and_times_every_check`` runs all checks on a GPU at once, so
-    that each kernel is compiled once.
+    ``test_the_selfcheck_command_passes_and_times_every_check`` runs all checks on a GPU in one
+    process, so that each kernel is compiled once.
     """
     with Ops() as called, torch.no_grad():
         rows = running._rows_of(check, CPU)

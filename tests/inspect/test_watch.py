@@ -264,7 +264,7 @@ def test_operands_computed_inside_a_cast_are_recorded(recipe):
     assert records["fc2", "x"].sqnr > 20
     assert records["fc1", "dy"].elements == records["fc2", "x"].elements == 16 * 48
     assert records["fc2", "dy"].amax == 1.0
-    # Of the gradient of the activation, which is not written to memory either.
+    # The gradient of the activation is not written to memory either.
     assert records["fc1", "dy"].sqnr > 20
 
 
