@@ -3,11 +3,11 @@
     python examples/export_vllm.py                                  # CPU, a minute
     python examples/export_vllm.py --device cuda --preset 1b        # sizes of Llama 3.2 1B
 
-The files have the FP8 bytes that training used: no second rounding, no calibration. They are
-written in compressed-tensors' format and in DeepSeek's, and beside them the same weights in
-bfloat16; read by float8lab as a model that runs in FP8, and by Transformers, dequantized. vLLM is
-not needed here, and not run; the command that serves the files is printed. The text is random
-words, as in train_fsdp.py.
+The files have the FP8 bytes that training used: no second rounding, no calibration. The example
+writes them in the formats of compressed-tensors and of DeepSeek, and the same weights in bfloat16
+beside them. float8lab reads the files as a model that runs in FP8, and Transformers reads them
+dequantized. vLLM is not needed here, and not run; the command that serves the files is printed. The
+text is random words, as in train_fsdp.py.
 
 Needs the extras ``inspect`` and ``transformers``, and ``compressed-tensors`` for Transformers to
 read its format.
@@ -38,7 +38,7 @@ from float8lab.integrations import export, load_fp8
 from float8lab.tables import aligned
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # about its own parts
+    warnings.simplefilter("ignore")  # transformers warns about its own parts
     import transformers
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -53,7 +53,7 @@ SIZES = {
     },
 }  # fmt: skip
 RECIPES = {
-    "block": recipes.Float8BlockScaling(),  # the one that both formats hold
+    "block": recipes.Float8BlockScaling(),  # the recipe that both formats can hold
     "row": recipes.Float8RowwiseScaling(),
     "current": recipes.Float8CurrentScaling(),
 }
@@ -62,12 +62,12 @@ LENGTH = 64
 
 
 @dataclass(frozen=True)
-class Read:
-    """What a checkpoint gave."""
+class ReadResult:
+    """The results of reading a checkpoint."""
 
     logits: Tensor
     cost: Cost
-    """Of a forward pass; on disk and in memory."""
+    """The time of a forward pass, and the sizes on disk and in memory."""
     note: str = ""
 
 
@@ -78,7 +78,7 @@ def build(options: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def train(model: nn.Module, options: argparse.Namespace) -> None:
-    """A few steps in FP8, float32 weights."""
+    """Train for a few steps in FP8, with float32 weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 if options.preset == "tiny" else 1e-4)
     losses = []
     for step in range(options.steps):
@@ -95,32 +95,35 @@ def train(model: nn.Module, options: argparse.Namespace) -> None:
         )
 
 
-def outside_fp8(model: nn.Module) -> Iterator[nn.Parameter]:
-    """What is not exported in FP8; files hold it in bfloat16."""
+def parameters_outside_fp8(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that are not exported in FP8; files hold them in bfloat16."""
     for module in model.modules():
         if not isinstance(module, float8lab.Linear):
             yield from module.parameters(recurse=False)
 
 
-def on_disk(path: Path) -> int:
+def bytes_on_disk(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
 @torch.no_grad()
-def measured(model: Any, x: Tensor, path: Path, note: str = "") -> Read:
-    """Logits of a model that was read from ``path``, and what it takes."""
+def measure(model: Any, x: Tensor, path: Path, note: str = "") -> ReadResult:
+    """Return the logits of a model read from ``path``, its time and its sizes."""
     meter = Meter(x.device)
     for _ in range(8):
         with meter:
             logits = model(input_ids=x).logits
-    held = memory_report(model)
-    sizes = {"on disk": on_disk(path), "weights": held.sum("weights") + held.sum("scales")}
-    # Not the peak of GPU memory: the trained model is there, too.
-    return Read(logits.float(), Cost(meter.cost().seconds, sizes), note)
+    memory = memory_report(model)
+    sizes = {
+        "on disk": bytes_on_disk(path),
+        "weights": memory.sum("weights") + memory.sum("scales"),
+    }
+    # Without the peak of GPU memory: the trained model is in memory, too.
+    return ReadResult(logits.float(), Cost(meter.cost().seconds, sizes), note)
 
 
 def read_by_transformers(path: Path, name: str, options: argparse.Namespace) -> str:
-    """How many of the weights it reads are those that float8lab dequantizes from the file."""
+    """Return how many of the weights that it reads equal those that float8lab dequantizes."""
     if name == "compressed-tensors":
         if importlib.util.find_spec("compressed_tensors") is None:
             return "not tried: needs compressed-tensors"
@@ -128,26 +131,29 @@ def read_by_transformers(path: Path, name: str, options: argparse.Namespace) -> 
     else:
         config = transformers.FineGrainedFP8Config(dequantize=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about its own parts
-        theirs = LlamaForCausalLM.from_pretrained(
+        warnings.simplefilter("ignore")  # transformers warns about its own parts
+        transformers_state = LlamaForCausalLM.from_pretrained(
             path, dtype=torch.bfloat16, quantization_config=config
         ).state_dict()
-    mine = build(argparse.Namespace(preset=options.preset, device="cpu")).bfloat16()
-    load_fp8(path, mine, dequantize=True)
-    ours = mine.state_dict()
-    equal = sum(torch.equal(theirs[weight].cpu(), ours[weight]) for weight in ours)
-    return f"{equal} of {len(ours)} equal"
+    float8lab_model = build(argparse.Namespace(preset=options.preset, device="cpu")).bfloat16()
+    load_fp8(path, float8lab_model, dequantize=True)
+    float8lab_state = float8lab_model.state_dict()
+    equal = sum(
+        torch.equal(transformers_state[weight].cpu(), float8lab_state[weight])
+        for weight in float8lab_state
+    )
+    return f"{equal} of {len(float8lab_state)} equal"
 
 
-def table(high: Tensor, reads: dict[str, Read]) -> str:
-    """Sizes of the files, and errors against the trained float32 weights."""
-    full = reads["bf16"].cost.sizes["on disk"]
+def table(float32_logits: Tensor, reads: dict[str, ReadResult]) -> str:
+    """Return a table of the file sizes, and of errors against the trained float32 weights."""
+    bfloat16_size = reads["bf16"].cost.sizes["on disk"]
     rows = [("", "on disk", "of bf16", "error of logits", "read by Transformers")]
-    for name, read in reads.items():
-        size = read.cost.sizes["on disk"]
-        error = (read.logits - high).norm() / high.norm()
-        share = f"{100 * size / full:.1f} %"
-        rows.append((name, bytes_text(size), share, f"{100 * error:.2f} %", read.note))
+    for name, result in reads.items():
+        size = result.cost.sizes["on disk"]
+        error = (result.logits - float32_logits).norm() / float32_logits.norm()
+        ratio = f"{100 * size / bfloat16_size:.1f} %"
+        rows.append((name, bytes_text(size), ratio, f"{100 * error:.2f} %", result.note))
     return "\n".join(aligned(rows))
 
 
@@ -171,8 +177,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def main(argv: Sequence[str]) -> dict[str, Read]:
-    """Train, write, read, compare."""
+def main(argv: Sequence[str]) -> dict[str, ReadResult]:
+    """Train, write, read and compare."""
     options = parse(argv)
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
@@ -182,37 +188,39 @@ def main(argv: Sequence[str]) -> dict[str, Read]:
     train(model, options)
     x = tokens(1, 0, options.batch, LENGTH).to(options.device)
     with torch.no_grad(), float8lab.autocast(enabled=False):
-        high = model.eval()(input_ids=x).logits
-    for parameter in outside_fp8(model):
+        float32_logits = model.eval()(input_ids=x).logits
+    for parameter in parameters_outside_fp8(model):
         parameter.data = parameter.data.bfloat16().float()
     with torch.no_grad():
-        before = model(input_ids=x).logits
+        bfloat16_logits = model(input_ids=x).logits
 
     options.out.mkdir(parents=True, exist_ok=True)
-    plain = build(options).bfloat16().eval()
-    plain.load_state_dict(model.state_dict())
-    plain.save_pretrained(options.out / "bf16")
-    reads = {"bf16": measured(plain, x, options.out / "bf16")}
-    for parameter in outside_fp8(model):
+    bfloat16_model = build(options).bfloat16().eval()
+    bfloat16_model.load_state_dict(model.state_dict())
+    bfloat16_model.save_pretrained(options.out / "bf16")
+    reads = {"bf16": measure(bfloat16_model, x, options.out / "bf16")}
+    for parameter in parameters_outside_fp8(model):
         parameter.data = parameter.data.bfloat16()
     model.config.dtype = "bfloat16"
     for name in options.format:
         path = options.out / name
-        began = time.perf_counter()
-        written = export(model, path, name, overwrite=True)
-        taken = time.perf_counter() - began
-        print(f"{path}: {len(written.fp8)} weights in FP8, written in {taken:.2f} s")
+        start = time.perf_counter()
+        export_report = export(model, path, name, overwrite=True)
+        seconds = time.perf_counter() - start
+        print(f"{path}: {len(export_report.fp8)} weights in FP8, written in {seconds:.2f} s")
         loaded = build(options).eval()
         load_fp8(path, loaded)
         with torch.no_grad():
-            same = torch.equal(loaded(input_ids=x).logits, before)
+            is_same = torch.equal(loaded(input_ids=x).logits, bfloat16_logits)
         note = read_by_transformers(path, name, options)
-        reads[name] = measured(loaded.bfloat16(), x, path, note)
-        print(f"read back, its logits are {'' if same else 'not '}those of the model in memory")
-    print(f"\n{table(high, reads)}\n")
-    first = options.format[0]
-    print(savings(reads["bf16"].cost, reads[first].cost, options.device, unit="forward pass"))
-    print(f"\nto serve it: vllm serve {options.out / first} --tokenizer YOUR_TOKENIZER")
+        reads[name] = measure(loaded.bfloat16(), x, path, note)
+        print(f"read back, its logits are {'' if is_same else 'not '}those of the model in memory")
+    print(f"\n{table(float32_logits, reads)}\n")
+    first_format = options.format[0]
+    print(
+        savings(reads["bf16"].cost, reads[first_format].cost, options.device, unit="forward pass")
+    )
+    print(f"\nto serve it: vllm serve {options.out / first_format} --tokenizer YOUR_TOKENIZER")
     return reads
 
 

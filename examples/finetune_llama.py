@@ -7,9 +7,9 @@
         --device cuda --preset 1b                                       # two large GPUs
 
 FP8 takes one argument of the Trainer, ``callbacks=[Float8Callback(...)]``. The text is Python's own
-manual. The model is what ``--model`` names, a folder or a name on the hub, with its tokenizer; or
-else random weights of a preset's shape, and bytes for tokens. FP8 saves time in large layers on a
-GPU that has it; on a CPU it is emulated, exactly but slowly.
+manual. ``--model`` names the model, a folder or a name on the hub, with its tokenizer. Without it
+the model has random weights in a preset's shape, and tokens are bytes. FP8 saves time in large
+layers on a GPU that has it; on a CPU it is emulated, exactly but slowly.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class Clock(transformers.TrainerCallback):
-    """Seconds of each step, optimizer included, as a user of the Trainer waits for them."""
+    """Times each step, optimizer included, as a user of the Trainer waits for it."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
@@ -63,7 +63,7 @@ class Clock(transformers.TrainerCallback):
 
 
 def model_and_tokens(options: argparse.Namespace) -> tuple[Any, list[int]]:
-    """What to train, with float32 weights, and the text to train on."""
+    """Return the model to train, with float32 weights, and the tokens to train on."""
     text = "\n\n".join(manual() or docstrings(Path(sysconfig.get_path("stdlib"))))
     length = options.context * options.batch * options.steps
     transformers.set_seed(0)
@@ -79,7 +79,7 @@ def model_and_tokens(options: argparse.Namespace) -> tuple[Any, list[int]]:
 
 
 def train(options: argparse.Namespace, fp8: Float8Callback | None) -> tuple[float, Cost]:
-    """Train once; the loss at the end, and what it cost."""
+    """Train once; return the loss at the end and the cost."""
     meter = Meter(options.device)
     model, tokens = model_and_tokens(options)
     rows = torch.tensor(tokens).split(options.context)
@@ -89,7 +89,7 @@ def train(options: argparse.Namespace, fp8: Float8Callback | None) -> tuple[floa
             model=model,
             args=transformers.TrainingArguments(
                 output_dir=folder,
-                bf16=True,  # autocast, for everything that is not in FP8, too
+                bf16=True,  # autocast, also for everything that is not in FP8
                 use_cpu=options.device == "cpu",
                 max_steps=options.steps,
                 per_device_train_batch_size=options.batch,
@@ -109,12 +109,12 @@ def train(options: argparse.Namespace, fp8: Float8Callback | None) -> tuple[floa
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     batch = torch.stack(rows[: options.batch]).to(model.device)
     optimizer: Any = trainer.optimizer
-    held = counted(
+    sizes = counted(
         model, {"input_ids": batch, "labels": batch}, optimizer=optimizer.optimizer, autocast=True
     )
     if fp8 is not None and options.output is not None:
-        trainer.save_model(options.output)  # the plain model's checkpoint
-    return statistics.mean(losses[-5:]), Cost(cost.seconds, {**held, **cost.sizes})
+        trainer.save_model(options.output)  # a checkpoint of the plain model
+    return statistics.mean(losses[-5:]), Cost(cost.seconds, {**sizes, **cost.sizes})
 
 
 def main(argv: Sequence[str]) -> int:

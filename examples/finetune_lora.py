@@ -3,11 +3,11 @@
     python examples/finetune_lora.py                                # CPU, seconds
     python examples/finetune_lora.py --device cuda --preset 8b      # one large GPU
 
-FP8 takes one line, ``float8lab.convert_to_float8(..., freeze_weights=True)``; the adapters are
-those of stock PEFT, in float32, under ``torch.autocast`` in bfloat16 as the Trainer of Transformers
-has it. The model is built from its configuration with random weights, and the text is Python's
-manual: no download. FP8 saves memory everywhere, and time in large layers on a GPU that has it; on
-a CPU it is emulated.
+FP8 takes one line, ``float8lab.convert_to_float8(..., freeze_weights=True)``. The adapters are
+those of stock PEFT, in float32, under ``torch.autocast`` in bfloat16 as in the Trainer of
+Transformers. The model is built from its configuration with random weights, and the text is
+Python's manual, so nothing is downloaded. FP8 saves memory everywhere, and time in large layers on
+a GPU that has it; on a CPU it is emulated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here is fetched
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -46,13 +46,13 @@ SIZES = {
         "num_attention_heads": 32, "num_key_value_heads": 8,
     },
 }  # fmt: skip
-"""``8b`` is 8 of the 32 layers of a Llama of 8 billion parameters."""
+"""``8b`` has 8 of the 32 layers of a Llama with 8 billion parameters."""
 LENGTH = {"tiny": 64, "8b": 2048}
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def batches(options: argparse.Namespace) -> list[torch.Tensor]:
-    """The same pieces of the text for every run."""
+    """Return the same sequences of the text for every run."""
     text = "\n\n".join(manual() or docstrings(Path(sysconfig.get_path("stdlib")))).encode()
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(options.device)
     length = LENGTH[options.preset]
@@ -64,7 +64,7 @@ def batches(options: argparse.Namespace) -> list[torch.Tensor]:
 def tune(
     options: argparse.Namespace, recipe: float8lab.recipes.Recipe | None
 ) -> tuple[Cost, float]:
-    """Tune once: what a step took, and the mean loss of the last quarter."""
+    """Tune once; return the cost of a step and the mean loss of the last quarter."""
     config = LlamaConfig(
         **SIZES[options.preset], vocab_size=VOCABULARY, tie_word_embeddings=False,
         max_position_embeddings=LENGTH[options.preset], use_cache=False,
@@ -77,8 +77,8 @@ def tune(
         print(float8lab.conversion_report(model).summary)
     lora = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=TARGETS)
     model = get_peft_model(model, lora)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=options.lr)
+    adapter_parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(adapter_parameters, lr=options.lr)
     meter = Meter(options.device)
     losses = []
     data = batches(options)
@@ -101,8 +101,8 @@ def tune(
         "optimizer": memory.sum("optimizer"),
         "saved for backward": memory.sum("activations"),
     }
-    last = losses[-max(1, len(losses) // 4) :]
-    return Cost(meter.cost().seconds, {**sizes, **peak}), statistics.mean(last)
+    last_quarter = losses[-max(1, len(losses) // 4) :]
+    return Cost(meter.cost().seconds, {**sizes, **peak}), statistics.mean(last_quarter)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -4,12 +4,12 @@
     python examples/generate.py --device cuda --preset 8b      # sizes of Llama 3 8B, random weights
 
 Three runs of one model continue the same prompts greedily: in bfloat16; with keys and values in FP8
-(``InferenceParams(cache_dtype=torch.float8_e4m3fn)``); with the weights stored in FP8, too. Each
-then reads the text that the first wrote, token by token through its cache, and its logits are
-compared with the first's. On a GPU a step of one token is a CUDA graph.
+(``InferenceParams(cache_dtype=torch.float8_e4m3fn)``); with the weights stored in FP8, too. The two
+FP8 runs then read the text that the first run wrote, token by token through their caches, and their
+logits are compared with those of the first. On a GPU a step of one token is a CUDA graph.
 
-A last run serves prompts of different lengths in a paged cache: a sequence that has ended makes
-room for the next one (``serve``).
+A last run serves prompts of different lengths in a paged cache: when a sequence ends, the next
+prompt takes its place (``serve``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from layers import store_in_fp8, use_transformer_layers
-from llama import PRESETS, Llama, LlamaConfig, angles
+from llama import PRESETS, Llama, LlamaConfig, rotary_angles
 from savings import Cost, Meter, savings
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -51,51 +51,51 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Run:
-    """What one way to generate gave."""
+    """The results of one way to generate."""
 
     name: str
     tokens: Tensor
-    """``[B, new]``, its own continuation of the prompts."""
+    """``[B, new]``, the run's own continuation of the prompts."""
     logits: Tensor
-    """``[B, new, V]``, of the text that the first run wrote."""
+    """``[B, new, V]``, the logits for the text that the first run wrote."""
     cost: Cost
 
 
 class Steps:
-    """Steps of a model and its cache, those of one token as CUDA graphs where there is a GPU."""
+    """Steps of a model and its cache; on a GPU, steps of one token are CUDA graphs."""
 
     def __init__(self, model: Llama, cache: float8lab.InferenceParams) -> None:
         self.model, self.cache = model, cache
         head_size = model.config.dim // model.config.n_head
         device = model.lm_head.weight.device
-        self.turn = angles(cache.max_sequence_length, head_size, device)
+        self.rotary = rotary_angles(cache.max_sequence_length, head_size, device)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
-        self.ran: set[int] = set()
+        self.warmed_up: set[int] = set()
 
     def next_logits(self, tokens: Tensor, last: Tensor | None = None) -> Tensor:
-        """``[B, V]`` after ``[B, T]`` more tokens, of which row b has up to ``last[b]``."""
+        """Return ``[B, V]`` after ``[B, T]`` more tokens; row b ends with token ``last[b]``."""
         rows, length = tokens.shape
         if length > 1 or not tokens.is_cuda:
             return self._run(tokens, last)
         if rows in self.graphs:
-            graph, given, logits = self.graphs[rows]
-            given.copy_(tokens)
+            graph, graph_tokens, logits = self.graphs[rows]
+            graph_tokens.copy_(tokens)
             graph.replay()
             return logits.clone()
-        if rows in self.ran:  # what is made at first use is there
-            given, graph = tokens.clone(), torch.cuda.CUDAGraph()
+        if rows in self.warmed_up:  # the first step has compiled kernels and created buffers
+            graph_tokens, graph = tokens.clone(), torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                logits = self._run(given, None)
-            self.graphs[rows] = graph, given, logits
+                logits = self._run(graph_tokens, None)
+            self.graphs[rows] = graph, graph_tokens, logits
             graph.replay()
             return logits.clone()
-        self.ran.add(rows)
+        self.warmed_up.add(rows)
         return self._run(tokens, None)
 
     def _run(self, tokens: Tensor, last: Tensor | None) -> Tensor:
         x = self.model.tokens(tokens)
         for block in self.model.blocks:
-            x = block(x, rotary_pos_emb=self.turn, inference_params=self.cache)
+            x = block(x, rotary_pos_emb=self.rotary, inference_params=self.cache)
         x = x[:, -1] if last is None else x[torch.arange(len(x), device=x.device), last]
         logits: Tensor = self.model.lm_head(self.model.norm(x))
         return logits.float()
@@ -110,21 +110,21 @@ def generate(
     meter: Meter,
     forced: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The likeliest next tokens one by one, ``[B, count]``, and the logits ``[B, count, V]``.
+    """Return the likeliest next tokens, ``[B, count]``, and their logits, ``[B, count, V]``.
 
-    The model reads its own tokens, or ``forced`` if they are given. The meter times each call but
-    that on the prompt.
+    The model reads its own tokens, or ``forced`` if given. The meter times each call except the one
+    on the prompt.
     """
     cache.reset()
     steps = Steps(model, cache)
     cache.pre_step(dict.fromkeys(range(len(prompt)), prompt.shape[1]))
-    found = [steps.next_logits(prompt)]
+    logits_of_steps = [steps.next_logits(prompt)]
     for i in range(count - 1):
-        read = found[-1].argmax(-1) if forced is None else forced[:, i]
+        token = logits_of_steps[-1].argmax(-1) if forced is None else forced[:, i]
         with meter:
             cache.pre_step(dict.fromkeys(range(len(prompt)), 1))
-            found.append(steps.next_logits(read[:, None]))
-    logits = torch.stack(found, dim=1)
+            logits_of_steps.append(steps.next_logits(token[:, None]))
+    logits = torch.stack(logits_of_steps, dim=1)
     return logits.argmax(-1), logits
 
 
@@ -132,29 +132,29 @@ def generate(
 def serve(
     model: Llama, prompts: Sequence[Tensor], counts: Sequence[int], cache: float8lab.InferenceParams
 ) -> list[list[int]]:
-    """The likeliest continuations, ``counts[i]`` tokens of prompt i, as many at a time as fit.
+    """Return the likeliest continuations, ``counts[i]`` tokens of prompt i, batched as they fit.
 
-    A prompt joins the others as soon as one of them has ended: the step that reads it gives the
-    others one token each.
+    A prompt joins the batch as soon as another sequence has ended: the step that reads it gives the
+    other sequences one token each.
     """
     cache.reset()
     steps, device = Steps(model, cache), prompts[0].device
-    written: list[list[int]] = [[] for _ in prompts]
+    continuations: list[list[int]] = [[] for _ in prompts]
     waiting, active = list(range(len(prompts)))[::-1], list[int]()
     while waiting or active:
         while waiting and len(active) < cache.max_batch_size:
             active.append(waiting.pop())
-        given = [
-            torch.tensor(written[i][-1:], device=device) if written[i] else prompts[i]
+        next_tokens = [
+            torch.tensor(continuations[i][-1:], device=device) if continuations[i] else prompts[i]
             for i in active
         ]
-        cache.pre_step({i: len(tokens) for i, tokens in zip(active, given, strict=True)})
-        last = torch.tensor([len(tokens) - 1 for tokens in given], device=device)
-        logits = steps.next_logits(pad_sequence(given, batch_first=True), last)
+        cache.pre_step({i: len(tokens) for i, tokens in zip(active, next_tokens, strict=True)})
+        last = torch.tensor([len(tokens) - 1 for tokens in next_tokens], device=device)
+        logits = steps.next_logits(pad_sequence(next_tokens, batch_first=True), last)
         for i, token in zip(active, logits.argmax(-1).tolist(), strict=True):
-            written[i].append(token)
-        active = [i for i in active if len(written[i]) < counts[i]]
-    return written
+            continuations[i].append(token)
+        active = [i for i in active if len(continuations[i]) < counts[i]]
+    return continuations
 
 
 def run(
@@ -179,31 +179,32 @@ def run(
         precision = float8lab.autocast(recipe=RECIPES[options.recipe])
     with precision:
         tokens, logits = generate(model, prompt, options.new, cache, meter)
-        held = memory_report(model)
-        sizes = {"weights": held.sum("weights") + held.sum("scales"), "cache": cache.nbytes}
+        memory = memory_report(model)
+        sizes = {"weights": memory.sum("weights") + memory.sum("scales"), "cache": cache.nbytes}
         cost = meter.cost(sizes)
         if forced is not None:
             logits = generate(model, prompt, options.new, cache, Meter("cpu"), forced)[1]
-    return Run(name, tokens, logits.cpu(), cost)  # or the next run would have them in its peak
+    # On the CPU, or the next run's peak would include them.
+    return Run(name, tokens, logits.cpu(), cost)
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The runs one below the other, compared with the first."""
+    """Return a table of the runs, compared with the first."""
     base = runs[0]
     rows: list[tuple[str, ...]] = [
         ("", "weights", "cache", "tokens/s", "error of logits", "same token")
     ]
-    for one in runs:
-        sizes = (bytes_text(one.cost.sizes[name]) for name in ("weights", "cache"))
-        speed = f"{len(one.tokens) / one.cost.seconds:.0f}"
-        error = (one.logits - base.logits).norm() / base.logits.norm()
-        same = (one.logits.argmax(-1) == base.logits.argmax(-1)).double().mean()
-        rows.append((one.name, *sizes, speed, f"{100 * error:.2f} %", f"{100 * same:.1f} %"))
+    for result in runs:
+        sizes = (bytes_text(result.cost.sizes[name]) for name in ("weights", "cache"))
+        speed = f"{len(result.tokens) / result.cost.seconds:.0f}"
+        error = (result.logits - base.logits).norm() / base.logits.norm()
+        same = (result.logits.argmax(-1) == base.logits.argmax(-1)).double().mean()
+        rows.append((result.name, *sizes, speed, f"{100 * error:.2f} %", f"{100 * same:.1f} %"))
     return "\n".join(aligned(rows))
 
 
-def served(model: Llama, prompt: Tensor, count: int) -> str:
-    """Serve prompts of different lengths in half as many rows, and say what the pages held."""
+def serve_and_describe(model: Llama, prompt: Tensor, count: int) -> str:
+    """Serve prompts of different lengths in half as many rows; return a line with the speed."""
     lengths = [len(prompt[0]) * (i + 1) // len(prompt) for i in range(len(prompt))]
     counts = [max(2, count * (len(prompt) - i) // len(prompt)) for i in range(len(prompt))]
     prompts = [tokens[:length] for tokens, length in zip(prompt, lengths, strict=True)]
@@ -211,13 +212,13 @@ def served(model: Llama, prompt: Tensor, count: int) -> str:
     cache = float8lab.InferenceParams(
         rows, longest, cache_dtype=torch.float8_e4m3fn, is_paged=True, page_size=16
     )
-    for _ in range(2 if prompt.is_cuda else 1):  # the first time, kernels are compiled
-        began = time.perf_counter()
-        written = serve(model, prompts, counts, cache)
-        seconds = time.perf_counter() - began
+    for _ in range(2 if prompt.is_cuda else 1):  # kernels are compiled the first time
+        start = time.perf_counter()
+        continuations = serve(model, prompts, counts, cache)
+        seconds = time.perf_counter() - start
     return (
         f"paged: {len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens in {rows} rows, "
-        f"{sum(map(len, written)) / seconds:.0f} tokens/s, prompts included"
+        f"{sum(map(len, continuations)) / seconds:.0f} tokens/s, prompts included"
     )
 
 
@@ -257,8 +258,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     large = options.preset == "8b"
-    usual = {"batch": (8, 16), "prompt": (32, 1024), "new": (32, 128), "train_steps": (200, 0)}
-    for name, sizes in usual.items():
+    defaults = {"batch": (8, 16), "prompt": (32, 1024), "new": (32, 128), "train_steps": (200, 0)}
+    for name, sizes in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, sizes[large])
     if options.new < 2:
@@ -267,7 +268,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> list[Run]:
-    """Generate in three ways and print how they compare."""
+    """Generate in three ways and print a comparison."""
     options = parse(argv)
     model, prompt = model_and_prompt(options)
     use_transformer_layers(model)
@@ -282,14 +283,14 @@ def main(argv: Sequence[str]) -> list[Run]:
     )  # fmt: skip
     print(f"{table(runs)}\n")
     if options.train_steps:
-        both = torch.cat((prompt[:1], runs[-1].tokens[:1]), dim=1)[0]
-        print(f"the first, in FP8: {bytes(both.tolist()).decode(errors='replace')!r}")
-    for one in runs[1:]:
-        alike = (one.tokens == text).cumprod(1).sum(1).double().mean()
-        print(f"{one.name}: left alone, writes what bf16 does for {alike:.1f} of {options.new}"
+        whole_text = torch.cat((prompt[:1], runs[-1].tokens[:1]), dim=1)[0]
+        print(f"the first, in FP8: {bytes(whole_text.tolist()).decode(errors='replace')!r}")
+    for result in runs[1:]:
+        matched = (result.tokens == text).cumprod(1).sum(1).double().mean()
+        print(f"{result.name}: left alone, writes what bf16 does for {matched:.1f} of {options.new}"
               " tokens on average")  # fmt: skip
     with float8lab.autocast(recipe=RECIPES[options.recipe]):
-        print(served(model, prompt, options.new))
+        print(serve_and_describe(model, prompt, options.new))
     print(f"\n{savings(runs[0].cost, runs[-1].cost, options.device, unit='token')}")
     return runs
 

@@ -2,9 +2,9 @@
 
 B sequences, T positions, D width, H heads, V vocabulary. Pre-norm blocks, learned positions,
 causal attention through ``scaled_dot_product_attention``, GELU MLP, output weights tied to the
-token embedding; initialised as GPT-2 is, but for the positions: they start as sinusoids. From
-random ones it takes hundreds of steps to find out which tokens are neighbours, and chance decides
-how many.
+token embedding; initialised as GPT-2, except that the positions start as sinusoids. With random
+positions the model needs hundreds of steps to learn which tokens are neighbours, and their number
+depends on chance.
 
 Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019;
 Vaswani et al., "Attention Is All You Need", 2017 (the sinusoids).
@@ -32,7 +32,7 @@ class GPTConfig:
     n_head: int
     dim: int
     vocab_size: int = 256
-    """Rows of the embedding; may exceed the number of tokens in use to give the GEMMs a size."""
+    """Rows of the embedding; more than the tokens in use can give the GEMMs a better size."""
     bias: bool = True
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ PRESETS = {
 
 
 GPT2_DIM = 768
-"""The width at which GPT-2's standard deviation of 0.02 holds; ours goes with 1 / sqrt(width)."""
+"""The width of GPT-2's standard deviation of 0.02; ours is proportional to 1 / sqrt(width)."""
 
 
 def sinusoids(positions: int, dim: int) -> Tensor:
@@ -62,7 +62,7 @@ def sinusoids(positions: int, dim: int) -> Tensor:
 
 
 def initialise(model: nn.Module, dim: int, n_layer: int) -> float:
-    """Normal matrices, those into the residual stream smaller; returns the standard deviation."""
+    """Draw normal matrices, smaller into the residual stream; return the standard deviation."""
     std = 0.02 * math.sqrt(GPT2_DIM / dim)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -75,12 +75,12 @@ def initialise(model: nn.Module, dim: int, n_layer: int) -> float:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over ``[B, T, V]`` logits and ``[B, T]`` targets, in float32."""
+    """The mean cross-entropy of ``[B, T, V]`` logits and ``[B, T]`` targets, in float32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class Attention(nn.Module):
-    """Causal self-attention, one linear for queries, keys and values."""
+    """Causal self-attention, with one linear layer for queries, keys and values."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linears, four times as wide in between."""
+    """Two linear layers, four times as wide in between."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens in, the mean cross-entropy of the next tokens (or the logits) out."""
+    """Takes tokens; returns the mean cross-entropy of the next tokens, or the logits."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

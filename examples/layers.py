@@ -1,7 +1,7 @@
 """The blocks of ``gpt.py`` and ``llama.py`` as ``float8lab.TransformerLayer``, with their weights.
 
 A ``TransformerLayer`` fuses the norms and the activation with the casts to FP8, and its attention
-can run in FP8 too. In high precision it computes what the plain block computes.
+can run in FP8 too. In high precision its output is that of the plain block.
 """
 
 from __future__ import annotations
@@ -36,32 +36,35 @@ def _layer(config: GPTConfig | LlamaConfig, number: int, dtype: torch.dtype) -> 
 
 
 def _weights(block: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a plain block under the names that a ``TransformerLayer`` has for them."""
+    """Return the parameters of a plain block under their names in a ``TransformerLayer``."""
     weights: dict[str, Tensor] = {}
     for kind in ("weight", "bias"):
-        found = {n.removesuffix(f".{kind}"): p for n, p in block.named_parameters() if kind in n}
-        if "attention.qkv" in found:
-            qkv: Tensor = found["attention.qkv"]
-        elif "attention.query" in found:
-            qkv = torch.cat([found[f"attention.{n}"] for n in ("query", "key", "value")])
+        parameters = {
+            n.removesuffix(f".{kind}"): p for n, p in block.named_parameters() if kind in n
+        }
+        if "attention.qkv" in parameters:
+            qkv: Tensor = parameters["attention.qkv"]
+        elif "attention.query" in parameters:
+            qkv = torch.cat([parameters[f"attention.{n}"] for n in ("query", "key", "value")])
         else:
             continue
-        gate = [found["mlp.gate"]] if "mlp.gate" in found else []
+        gate = [parameters["mlp.gate"]] if "mlp.gate" in parameters else []
         weights |= {
-            f"self_attention.layernorm_qkv.layer_norm_{kind}": found["norm_1"],
+            f"self_attention.layernorm_qkv.layer_norm_{kind}": parameters["norm_1"],
             f"self_attention.layernorm_qkv.{kind}": qkv,
-            f"self_attention.proj.{kind}": found["attention.proj"],
-            f"layernorm_mlp.layer_norm_{kind}": found["norm_2"],
-            f"layernorm_mlp.fc1_{kind}": torch.cat([*gate, found["mlp.up"]]),
-            f"layernorm_mlp.fc2_{kind}": found["mlp.down"],
+            f"self_attention.proj.{kind}": parameters["attention.proj"],
+            f"layernorm_mlp.layer_norm_{kind}": parameters["norm_2"],
+            f"layernorm_mlp.fc1_{kind}": torch.cat([*gate, parameters["mlp.up"]]),
+            f"layernorm_mlp.fc2_{kind}": parameters["mlp.down"],
         }
     return weights
 
 
 def use_transformer_layers(model: GPT | Llama) -> None:
-    """Replace the blocks of a model; what it computes in high precision stays the same.
+    """Replace the blocks of a model; its outputs in high precision stay the same.
 
-    Under ``torch.autocast`` its last norm reads bfloat16 then: torch's has no fused kernel for it.
+    The last norm is converted, too: under ``torch.autocast`` it then reads bfloat16, for which
+    torch's norm has no fused kernel.
     """
     float8lab.nn.convert_norms(model)
     weight = model.lm_head.weight
@@ -73,7 +76,7 @@ def use_transformer_layers(model: GPT | Llama) -> None:
 
 
 def store_in_fp8(model: GPT | Llama, recipe: Recipe) -> None:
-    """Store the matrices of ``TransformerLayer`` blocks in FP8 alone, by the recipe's blocks."""
+    """Store the matrices of ``TransformerLayer`` blocks in FP8 only, with the recipe's blocks."""
     weight = model.lm_head.weight
     for i, block in enumerate(model.blocks):
         with torch.device(weight.device), float8lab.fp8_model_init(recipe=recipe):

@@ -54,19 +54,19 @@ PRESETS = {
 }
 
 
-def angles(positions: int, head_size: int, device: torch.device) -> Tensor:
-    """``[T, 1, 1, R]``: how far each position turns the pairs (i, i + R / 2) of a head."""
+def rotary_angles(positions: int, head_size: int, device: torch.device) -> Tensor:
+    """``[T, 1, 1, R]``: the angles by which positions rotate the pairs (i, i + R / 2) of a head."""
     rates = 10000.0 ** -(torch.arange(0, head_size, 2, device=device) / head_size)
-    half = torch.outer(torch.arange(positions, device=device).float(), rates)
-    return torch.cat((half, half), dim=1)[:, None, None]
+    half_angles = torch.outer(torch.arange(positions, device=device).float(), rates)
+    return torch.cat((half_angles, half_angles), dim=1)[:, None, None]
 
 
 def rotate(x: Tensor, rotary_pos_emb: Tensor) -> Tensor:
-    """``[B, H, T, R]`` turned by the angles of its positions."""
-    turn = rotary_pos_emb.flatten(1)
+    """Rotate ``[B, H, T, R]`` by the angles of the positions."""
+    angles = rotary_pos_emb.flatten(1)
     first, second = x.chunk(2, dim=-1)
-    turned = x * turn.cos() + torch.cat((-second, first), dim=-1) * turn.sin()
-    return turned.to(x.dtype)
+    rotated = x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+    return rotated.to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -122,7 +122,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens in, the mean cross-entropy of the next tokens (or the logits) out."""
+    """Takes tokens; returns the mean cross-entropy of the next tokens, or the logits."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -137,8 +137,10 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """``tokens`` and ``targets`` are ``[B, T]`` integers; without targets, ``[B, T, V]``."""
         x = self.tokens(tokens)
-        turn = angles(tokens.shape[1], self.config.dim // self.config.n_head, tokens.device)
+        angles = rotary_angles(
+            tokens.shape[1], self.config.dim // self.config.n_head, tokens.device
+        )
         for block in self.blocks:
-            x = block(x, rotary_pos_emb=turn)
+            x = block(x, rotary_pos_emb=angles)
         logits: Tensor = self.lm_head(self.norm(x))
         return logits if targets is None else cross_entropy(logits, targets)

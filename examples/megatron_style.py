@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 1 examples/megatron_style.py --tp 1 --pp 1   # the same losses
     torchrun --nproc-per-node 8 examples/megatron_style.py --tp 4 --device cuda --preset wide
 
-A rank has some layers (PP), of each of them a part of the weights (TP) and, between their GEMMs, a
-part of the tokens (SP); ranks that are left over share the batch (DP). FP8 operands have the bytes
-that one GPU would have cast, so losses differ from one GPU's by the order of sums alone. ``--save``
-and ``--resume`` name a distributed checkpoint, which any mesh can read. The text is random words:
-the loss falls to what can be known about them.
+A rank has some of the layers (PP), a shard of the weights of each layer (TP), and a shard of the
+tokens between their GEMMs (SP); the remaining ranks share the batch (DP). FP8 operands have the
+bytes that one GPU would have cast, so losses differ from one GPU's only by the order of sums.
+``--save`` and ``--resume`` name a distributed checkpoint, which any mesh can read. The text is
+random words: the loss falls to their entropy.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ class Ranks:
         self.device = torch.device(device)
         self.pp, self.dp, self.tp = (mesh[name] for name in ("pp", "dp", "tp"))
         self.stage = mesh["dp", "tp"]._flatten("stage")
-        """Those that have the same layers, over which delayed scaling reduces amaxes."""
+        """The ranks with the same layers, over which delayed scaling reduces amaxes."""
 
 
 class Stage(nn.Module):
-    """Some layers of a GPT, under the names that they have in all of it.
+    """Some layers of a GPT, with the names that they have in the whole GPT.
 
     S positions, B sequences, D width, V vocabulary, R tensor-parallel ranks. Between layers the
-    activations are ``[S / R, B, D]``. A seed for each layer gives equal weights on every mesh.
+    activations are ``[S / R, B, D]``. Each layer has its own seed, which gives equal weights on
+    every mesh.
     """
 
     def __init__(self, config: GPTConfig, layers: range, ranks: Ranks, recompute: bool) -> None:
@@ -58,14 +59,15 @@ class Stage(nn.Module):
         self.recompute = recompute
         self.first, self.last = layers.start == 0, layers.stop == config.n_layer
         length, rank = config.context // ranks.tp.size(), ranks.tp.get_local_rank()
-        self.own = slice(rank * length, (rank + 1) * length)
+        self.local_positions = slice(rank * length, (rank + 1) * length)
         if self.first:
             torch.manual_seed(0)
             self.tokens = nn.Embedding(config.vocab_size, config.dim)
             nn.init.normal_(self.tokens.weight, std=0.02)
-            # The gradient of this rank's positions, to be summed over the tensor-parallel ranks.
+            # Its gradient is of this rank's positions only, and must be summed over the
+            # tensor-parallel ranks.
             self.tokens.weight.sequence_parallel = True  # type: ignore[attr-defined]
-            positions = 0.02 * sinusoids(config.context, config.dim)[self.own, None]
+            positions = 0.02 * sinusoids(config.context, config.dim)[self.local_positions, None]
             self.register_buffer("positions", positions, persistent=False)
         self.layers = nn.ModuleDict()
         for layer in layers:
@@ -82,9 +84,9 @@ class Stage(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, S]`` tokens or ``[S / R, B, D]``, to that or to logits ``[S, B, V / R]``."""
+        """Map ``[B, S]`` tokens or ``[S / R, B, D]`` to the latter or logits ``[S, B, V / R]``."""
         if self.first:
-            x = self.tokens(x.t()[self.own]) + self.positions
+            x = self.tokens(x.t()[self.local_positions]) + self.positions
         for layer in self.layers.values():
             x = float8lab.checkpoint(layer, x) if self.recompute else layer(x)
         if self.last:
@@ -94,11 +96,11 @@ class Stage(nn.Module):
 
 
 class Progress:
-    """All that a run goes on from, as tensors that know which part of the whole they are."""
+    """All state that a run resumes from, as tensors that know which shard they are."""
 
     def __init__(self, stage: Stage, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
         self.stage, self.optimizer, self.ranks = stage, optimizer, ranks
-        for parameter in stage.parameters():  # what the first step would make
+        for parameter in stage.parameters():  # the state that the first step would create
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
 
@@ -116,11 +118,11 @@ class Progress:
         return dict(self._tensors())
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Nothing is left to do: a distributed checkpoint is read into the views."""
+        """Do nothing more: a distributed checkpoint is read into the views."""
 
 
 def loss_of(logits: Tensor, targets: Tensor, *, group: Any) -> Tensor:
-    """The mean over ``[S, B, V / R]`` logits and ``[B, S]`` targets, in float32."""
+    """The mean loss of ``[S, B, V / R]`` logits and ``[B, S]`` targets, in float32."""
     loss: Tensor = float8lab.parallel_cross_entropy(
         logits.float(), targets.t().contiguous(), reduce_loss=True, dist_process_group=group
     )
@@ -128,22 +130,24 @@ def loss_of(logits: Tensor, targets: Tensor, *, group: Any) -> Tensor:
 
 
 def train(options: argparse.Namespace, ranks: Ranks) -> None:
-    """Train; a rank that computes the loss prints it."""
+    """Train; the ranks that compute the loss print it once."""
     config, recipe = SIZES[options.preset], RECIPES.get(options.recipe)
     count, index = ranks.pp.size(), ranks.pp.get_local_rank()
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32  # of activations
-    edges = [config.n_layer * i // count for i in range(count + 1)]
-    with ranks.device:  # or a large model would take its time on the CPU
-        stage = Stage(config, range(edges[index], edges[index + 1]), ranks, options.recompute)
+    layer_bounds = [config.n_layer * i // count for i in range(count + 1)]
+    with ranks.device:  # otherwise initialising a large model on the CPU takes long
+        stage = Stage(
+            config, range(layer_bounds[index], layer_bounds[index + 1]), ranks, options.recompute
+        )
         shape = config.context // ranks.tp.size(), options.micro, config.dim
         x = torch.zeros(options.micro, config.context, dtype=torch.int64)
-        between = torch.zeros(shape, dtype=dtype, requires_grad=True)
+        activations = torch.zeros(shape, dtype=dtype, requires_grad=True)
         shape = config.context, options.micro, config.vocab_size // ranks.tp.size()
         logits = torch.zeros(shape, dtype=dtype, requires_grad=True)
     pipeline = PipelineStage(
         stage, index, count, ranks.device, group=ranks.pp.get_group(),
-        input_args=x if stage.first else between,
-        output_args=logits if stage.last else between,
+        input_args=x if stage.first else activations,
+        output_args=logits if stage.last else activations,
     )  # fmt: skip
     schedule = Schedule1F1B(
         pipeline, options.batch // options.micro,

@@ -4,10 +4,10 @@
     python examples/ray_train.py --device cuda --preset wide --workers 8 --storage FOLDER
 
 FP8 takes one line, ``float8lab.convert_to_float8``; the rest is FSDP2 and distributed checkpoints
-in Ray's TorchTrainer as always. Every worker writes its shard of a checkpoint, and Ray puts the
-parts together. Worker 1 kills itself once: Ray starts all of them again from the last checkpoint.
-The steps that were done before and are done again must give the same bytes: of the loss, of every
-parameter and of every scale. ``--storage`` is a folder that all machines see.
+in Ray's TorchTrainer as usual. Every worker writes its shard of a checkpoint, and Ray joins the
+shards. Worker 1 kills itself once; Ray then restarts all workers from the last checkpoint. Repeated
+steps must give the same bytes of the loss, of every parameter and of every scale. ``--storage`` is
+a folder that all machines see.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ import float8lab
 
 
 class Optimizer:
-    """An optimizer's state by names of parameters, as shards that any number of ranks can load."""
+    """An optimizer's state by parameter names, as shards that any number of ranks can load."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -57,18 +57,18 @@ class Optimizer:
 
 
 def digest(*states: dict[str, Any]) -> str:
-    """A hash of the bytes that this rank has."""
-    found = hashlib.sha256()
+    """Return a hash of the bytes of this rank."""
+    hasher = hashlib.sha256()
     for state in states:
         for key, value in sorted(state.items()):
             local = value.to_local() if isinstance(value, DTensor) else value
-            found.update(key.encode())
-            found.update(local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+            hasher.update(key.encode())
+            hasher.update(local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def train(options: dict[str, Any]) -> None:
-    """What each worker runs, from the start or from the last checkpoint."""
+    """The function of each worker; starts from the beginning or from the last checkpoint."""
     device, context = get_device(), ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     mesh = init_device_mesh(device.type, (world,))
@@ -95,7 +95,7 @@ def train(options: dict[str, Any]) -> None:
             dcp.load(progress, checkpoint_id=folder)
     for step in range(progress["step"], options["steps"]):
         if checkpoint is None and step == options["lost_at"] and rank == 1:
-            ray.train.get_all_reported_checkpoints()  # waits until the last one is stored
+            ray.train.get_all_reported_checkpoints()  # waits until the last checkpoint is stored
             os.kill(os.getpid(), signal.SIGKILL)
         x = tokens(rank, step, options["batch"], config.context).to(device)
         loss = model(x[:, :-1], x[:, 1:])
@@ -104,8 +104,8 @@ def train(options: dict[str, Any]) -> None:
         optimizer.zero_grad()
         mean = loss.detach() / world
         dist.all_reduce(mean)
-        held = digest(model.state_dict(), scaling.state_dict())
-        record = {"step": step, "loss": mean.item(), "state": held}
+        state_digest = digest(model.state_dict(), scaling.state_dict())
+        record = {"step": step, "loss": mean.item(), "state": state_digest}
         with Path(options["folder"], f"rank-{rank}.jsonl").open("a") as log:
             log.write(json.dumps(record) + "\n")
         if (step + 1) % options["every"] == 0:
@@ -116,23 +116,25 @@ def train(options: dict[str, Any]) -> None:
 
 
 def compare(folder: Path, workers: int) -> tuple[int, int]:
-    """How many records of steps there are twice, and how many of these differ; prints the loss."""
+    """Return how many step records are repeated, and how many of these differ; print the loss."""
     repeated = different = 0
     for rank in range(workers):
-        seen: dict[int, Any] = {}
+        records_by_step: dict[int, Any] = {}
         for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines():
             record = json.loads(line)
-            before = seen.setdefault(record["step"], record)
-            again = before is not record
-            repeated += again
+            before = records_by_step.setdefault(record["step"], record)
+            is_repeated = before is not record
+            repeated += is_repeated
             different += record != before
             if rank == 0:
-                print(f"step {record['step']:4d}  loss {record['loss']:.4f}{'  again' * again}")
+                print(
+                    f"step {record['step']:4d}  loss {record['loss']:.4f}{'  again' * is_repeated}"
+                )
     return repeated, different
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train, and say whether what was done twice gave the same bytes."""
+    """Train, and print whether repeated steps gave the same bytes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--preset", default="tiny", choices=list(SIZES))
@@ -150,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
     folder = options.storage or Path(tempfile.mkdtemp(prefix="float8lab-ray-"))
     folder.mkdir(parents=True, exist_ok=True)
     if not ray.is_initialized() and "RAY_ADDRESS" not in os.environ:
-        ray.init(include_dashboard=False, log_to_driver=False)  # a cluster of this machine
+        ray.init(include_dashboard=False, log_to_driver=False)  # a cluster on this machine
     trainer = TorchTrainer(
         train,
         train_loop_config={**vars(options), "folder": str(folder), "storage": None},

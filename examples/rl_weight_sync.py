@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 2 examples/rl_weight_sync.py             # FSDP2, a shard for each
 
 The policy starts from a block-FP8 checkpoint, stays stored in FP8, and is trained by
-``float8lab.optim.MasterWeights`` to say even tokens (REINFORCE). After each step the ranks go
-through ``export_stream`` together: they gather one tensor at a time, and the first rank hands it to
-the model that samples, which Transformers' own loader fills. vLLM takes the same pairs; see
-docs/rl_weight_sync.md. The model is built here, with random weights: no download.
+``float8lab.optim.MasterWeights`` to produce even tokens (REINFORCE). After each step all ranks
+iterate over ``export_stream`` together: they gather one tensor at a time, and the first rank keeps
+it for the sampling model, which the loader of Transformers fills. vLLM takes the same pairs; see
+docs/rl_weight_sync.md. The model is built here with random weights, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here is fetched
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,9 @@ SIZES: dict[str, Any] = {
 
 
 def make_policy(folder: Path) -> Any:
-    """The model of an FP8 checkpoint, as it trains; sharded where there are several ranks."""
+    """Return the model of an FP8 checkpoint, ready to train; sharded if there are several ranks."""
     policy: Any = AutoModelForCausalLM.from_pretrained(folder)
-    load_fp8(folder, policy)  # its bytes, whatever Transformers made of them on this machine
+    load_fp8(folder, policy)  # the checkpoint's bytes, however Transformers has loaded them here
     policy.requires_grad_(True)
     if dist.is_initialized():
         for layer in policy.model.layers:
@@ -50,20 +50,20 @@ def make_policy(folder: Path) -> Any:
 
 
 def sync(policy: torch.nn.Module, config: Any) -> Any:
-    """A model for rollouts with the policy's bytes; None on all ranks but the first."""
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    """Return a model for rollouts with the policy's bytes; None on all ranks except the first."""
+    is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
     received = {}
-    for name, tensor in export_stream(policy, "block-fp8"):  # on every rank: a collective
-        if first:
+    for name, tensor in export_stream(policy, "block-fp8"):  # a collective, so every rank calls it
+        if is_first_rank:
             received[name] = tensor.clone()
-    if not first:
+    if not is_first_rank:
         return None
-    fresh = copy.deepcopy(config)  # from which Transformers takes its quantization
-    return LlamaForCausalLM.from_pretrained(None, config=fresh, state_dict=received)
+    copied_config = copy.deepcopy(config)  # Transformers reads the quantization from it
+    return LlamaForCausalLM.from_pretrained(None, config=copied_config, state_dict=received)
 
 
 def rollouts(model: Any, options: argparse.Namespace, step: int) -> torch.Tensor:
-    """Sampled continuations of one-token prompts, on every rank."""
+    """Return sampled continuations of one-token prompts, on every rank."""
     torch.manual_seed(step)
     shape = options.batch, options.length
     tokens = torch.zeros(shape, dtype=torch.long)
@@ -77,7 +77,7 @@ def rollouts(model: Any, options: argparse.Namespace, step: int) -> torch.Tensor
 
 
 def main(arguments: Sequence[str] | None = None) -> float:
-    """Train, and return by how much the mean reward grew."""
+    """Train, and return the increase of the mean reward."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     for name, default in (("steps", 20), ("batch", 32), ("length", 16)):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
@@ -96,8 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> float:
         rewards = (tokens[:, 1:] % 2 == 0).float()
         means.append(float(rewards.mean()))
         logits = policy(input_ids=tokens[:, :-1]).logits.float()
-        chosen = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
-        loss = -(chosen * (rewards - rewards.mean())).mean()
+        token_logits = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        loss = -(token_logits * (rewards - rewards.mean())).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

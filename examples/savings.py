@@ -1,8 +1,8 @@
 """What FP8 saved in time and memory against bfloat16, for the other examples to print.
 
 A ``Meter`` times steps, and on CUDA reads the peak of memory; ``counted`` counts bytes on any
-device; ``savings`` puts two runs beside each other. On a CPU FP8 is emulated: what it stores has
-FP8's sizes, what it computes takes longer than it would without.
+device; ``savings`` compares two runs in a table. On a CPU FP8 is emulated: stored tensors have
+FP8's sizes, but computations take longer than without FP8.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ EMULATED = (
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run took."""
+    """The time and memory of a run."""
 
     seconds: float
-    """Of one step, or of another unit of work that ``savings`` is told the name of."""
+    """The time of one step, or of another unit of work, which ``savings`` names by ``unit``."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by what they hold, in the order in which they are printed."""
+    """Bytes of each kind of tensor, in the order of printing."""
 
 
 class Meter:
@@ -53,8 +53,8 @@ class Meter:
         self.device = torch.device(device)
         self.seconds: list[float] = []
         if self.device.type == "cuda":
-            gc.collect()  # what runs before this one left behind
-            torch.cuda.init()  # a job may make its meter before its first tensor
+            gc.collect()  # frees what earlier runs left
+            torch.cuda.init()  # a job may create its meter before its first tensor
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def _now(self) -> float:
@@ -66,16 +66,16 @@ class Meter:
         self._began = self._now()
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *exception_info: object) -> None:
         self.seconds.append(self._now() - self._began)
 
     def cost(self, sizes: Mapping[str, int] | None = None) -> Cost:
-        """The median step without the first quarter, which warms up; ``sizes``, and the peak."""
-        settled = self.seconds[len(self.seconds) // 4 :]
-        return Cost(statistics.median(settled), {**(sizes or {}), **self.peak()})
+        """The median step after the first quarter, which warms up; ``sizes``, and the peak."""
+        timed = self.seconds[len(self.seconds) // 4 :]
+        return Cost(statistics.median(timed), {**(sizes or {}), **self.peak()})
 
     def peak(self) -> dict[str, int]:
-        """Bytes under the name that they are printed with; empty on a CPU."""
+        """The bytes under the name with which they are printed; empty on a CPU."""
         if self.device.type != "cuda":
             return {}
         return {"peak of GPU memory": torch.cuda.max_memory_allocated(self.device)}
@@ -88,13 +88,13 @@ def counted(
     optimizer: torch.optim.Optimizer | None = None,
     autocast: bool = False,
 ) -> dict[str, int]:
-    """Bytes that training holds, read from the tensors themselves, the same on any device.
+    """Count the bytes that training holds, from the tensors themselves; the same on any device.
 
     Args:
-        model: in the state in which it trains; it is left as it was.
-        batch: what it is called with: a tensor, or a tuple or dict of arguments.
+        model: in the state in which it trains; it is left unchanged.
+        batch: the input of the model: a tensor, or a tuple or dict of arguments.
         optimizer: its state counts too.
-        autocast: run under ``torch.autocast`` in bfloat16, as it is trained on a GPU.
+        autocast: run under ``torch.autocast`` in bfloat16, as in training on a GPU.
     """
     device = next(model.parameters()).device.type
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
@@ -109,8 +109,8 @@ def _duration(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def _shares(high: float, low: float) -> tuple[str, str]:
-    return (f"{low / high:.2f}", f"{100 * (1 - low / high):.0f} %") if high else ("-", "-")
+def _ratio_and_saving(base: float, fp8: float) -> tuple[str, str]:
+    return (f"{fp8 / base:.2f}", f"{100 * (1 - fp8 / base):.0f} %") if base else ("-", "-")
 
 
 def savings(
@@ -122,15 +122,15 @@ def savings(
     unit: str = "step",
     on_cpu: str = EMULATED,
 ) -> str:
-    """A table of two runs, with what the second saved; on a CPU it saves bytes, and no time.
+    """A table of two runs and of what the second saves; on a CPU it saves bytes, but no time.
 
     Args:
         base: the run in high precision.
         fp8: the run in FP8; it has the same sizes.
         device: where both ran.
-        names: of the runs.
-        unit: what the seconds are of.
-        on_cpu: goes below the table of a CPU: how to take its numbers.
+        names: the names of the runs.
+        unit: the unit of work that the seconds are for.
+        on_cpu: the remark below the table of a CPU.
 
     >>> print(savings(Cost(0.2, {"weights": 2000}), Cost(0.15, {"weights": 1040}), "cuda"))
                      bf16       FP8  FP8 / bf16  saved
@@ -141,13 +141,13 @@ def savings(
         raise ValueError(f"fp8 must have the sizes {list(base.sizes)}; got {list(fp8.sizes)}.")
     rows: list[tuple[str, ...]] = [("", *names, f"{names[1]} / {names[0]}", "saved")]
     times = (base.seconds, fp8.seconds)
-    on_a_cpu = torch.device(device).type == "cpu"
-    ratio = ("-", "-") if on_a_cpu else _shares(*times)
+    is_cpu = torch.device(device).type == "cpu"
+    ratio = ("-", "-") if is_cpu else _ratio_and_saving(*times)
     rows.append((f"time a {unit}", *map(_duration, times), *ratio))
-    for name, high in base.sizes.items():
-        sizes = (high, fp8.sizes[name])
-        rows.append((name, *map(bytes_text, sizes), *_shares(*sizes)))
+    for name, base_size in base.sizes.items():
+        sizes = (base_size, fp8.sizes[name])
+        rows.append((name, *map(bytes_text, sizes), *_ratio_and_saving(*sizes)))
     lines = aligned(rows)
-    if on_a_cpu:
+    if is_cpu:
         lines.append(on_cpu)
     return "\n".join(lines)

@@ -2,8 +2,8 @@
 
 The text is Python's own manual (``pydoc_data.topics``) and the docstrings of the standard
 library, read from its source files without importing any of them: about two megabytes. For larger
-models there are the source files themselves, about eleven. Either depends on the Python version,
-but not on the machine or the run.
+models there are the source files themselves, about eleven megabytes. Both depend on the Python
+version, but not on the machine or the run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEPARATOR = "\n\n"
 CHUNK = 16384
 """Bytes of one contiguous piece of the train/validation split."""
 VALIDATION_EVERY = 10
-"""One chunk in so many is for validation."""
+"""One of this many chunks is for validation."""
 
 _SKIPPED_FOLDERS = frozenset(
     (
@@ -43,13 +43,13 @@ _SKIPPED_FOLDERS = frozenset(
         "turtledemo",
     )
 )
-"""Not documentation of the library, or absent from some distributions' Python."""
+"""Folders that are no documentation of the library, or that some distributions of Python lack."""
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True)
 class Text:
-    """The two halves of the text, one int64 token a byte, and what they were made from."""
+    """The two parts of the text, one int64 token per byte, and a digest of the whole."""
 
     train: Tensor
     validation: Tensor
@@ -57,13 +57,13 @@ class Text:
     """First half of the SHA-256 of the whole text: equal digests mean equal data."""
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         sizes = f"{len(self.train):,} bytes to train, {len(self.validation):,} to validate"
         return f"{sizes} (sha256 {self.digest[:12]})"
 
 
 def manual() -> list[str]:
-    """The topics of Python's manual in order of name; none where Python came without them."""
+    """The topics of Python's manual in order of name; none if this Python has no manual."""
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ModuleNotFoundError:
@@ -78,31 +78,31 @@ def _source_files(root: Path) -> Iterator[Path]:
 
 
 def sources(root: Path) -> list[str]:
-    """All source files below ``root`` in order of path, those that are not UTF-8 left out."""
-    found: list[str] = []
+    """All source files below ``root`` in order of path, except those that are not UTF-8."""
+    texts: list[str] = []
     for path in _source_files(root):
         with contextlib.suppress(UnicodeDecodeError):
-            found.append(path.read_text(encoding="utf-8"))
-    return found
+            texts.append(path.read_text(encoding="utf-8"))
+    return texts
 
 
 def docstrings(root: Path) -> list[str]:
     """Docstrings of all source files below ``root``, in order of path and line.
 
-    Files that are not UTF-8 or do not parse are passed over; nothing is imported or run.
+    Files that are not UTF-8 or do not parse are skipped; nothing is imported or run.
     """
-    found: list[str] = []
+    texts: list[str] = []
     for source in sources(root):
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about the files, which are not ours
+                warnings.simplefilter("ignore")  # warnings about the files, which are not ours
                 tree = ast.parse(source)
         except SyntaxError:
             continue
         nodes = [node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
         nodes.sort(key=lambda node: getattr(node, "lineno", 0))
-        found += filter(None, map(ast.get_docstring, nodes))
-    return found
+        texts += filter(None, map(ast.get_docstring, nodes))
+    return texts
 
 
 def split(text: bytes, *, chunk: int = CHUNK, every: int = VALIDATION_EVERY) -> tuple[bytes, bytes]:
@@ -123,12 +123,12 @@ def _tokens(text: bytes) -> Tensor:
 
 
 def load_text(*, code: bool = False, folders: Sequence[Path] = ()) -> Text:
-    """The manual and the standard library's docstrings, or all its source code; each text once.
+    """Return the manual and the standard library's docstrings, or all its source code.
 
-    The source code below further ``folders`` follows.
+    Each text is there once. The source code below further ``folders`` follows.
     """
     library = (sources if code else docstrings)(Path(sysconfig.get_path("stdlib")))
-    further = [source for folder in folders for source in sources(folder)]
-    text = SEPARATOR.join(dict.fromkeys(manual() + library + further)).encode()
+    other_sources = [source for folder in folders for source in sources(folder)]
+    text = SEPARATOR.join(dict.fromkeys(manual() + library + other_sources)).encode()
     train, validation = split(text)
     return Text(_tokens(train), _tokens(validation), hashlib.sha256(text).hexdigest()[:32])

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/train_fsdp.py                     # CPU, a minute
     torchrun --nproc-per-node 4 examples/train_fsdp.py --device cuda --preset wide
 
-FP8 takes one line, ``float8lab.convert_to_float8``; the rest is FSDP2 as always. Both runs gather
-parameters in bfloat16, but the FP8 run its converted weights in FP8. The text is random words: the
-loss falls to what can be known about them.
+FP8 takes one line, ``float8lab.convert_to_float8``; the rest is FSDP2 as usual. Both runs gather
+parameters in bfloat16, except that the FP8 run gathers its converted weights in FP8. The text is
+random words: the loss falls to their entropy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import float8lab
 from float8lab import recipes
 
 SIZES = {**PRESETS, "wide": GPTConfig(context=2048, n_layer=8, n_head=32, dim=4096)}
-"""What a GPU is good for is ``wide``: layers large enough for FP8 to pay."""
+"""Only ``wide`` has layers that are large enough for FP8 to be faster on a GPU."""
 RECIPES: dict[str, recipes.Recipe] = {
     "current": recipes.Float8CurrentScaling(),
     "delayed": recipes.DelayedScaling(),
@@ -37,19 +37,19 @@ RECIPES: dict[str, recipes.Recipe] = {
 
 
 def tokens(rank: int, step: int, batch: int, length: int) -> torch.Tensor:
-    """Sequences in which each token follows from the one before, with some surprises."""
+    """Sequences in which each token follows from the one before, except for some surprises."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.empty(batch, length + 1, dtype=torch.int64)
     x[:, 0] = torch.randint(0, 64, (batch,), generator=generator)
     surprise = torch.rand(batch, length, generator=generator) < 0.1
-    other = torch.randint(0, 64, (batch, length), generator=generator)
+    random_tokens = torch.randint(0, 64, (batch, length), generator=generator)
     for t in range(length):
-        x[:, t + 1] = torch.where(surprise[:, t], other[:, t], (5 * x[:, t] + 7) % 64)
+        x[:, t + 1] = torch.where(surprise[:, t], random_tokens[:, t], (5 * x[:, t] + 7) % 64)
     return x
 
 
-class Gathered(TorchDispatchMode):
-    """Counts the bytes that this rank gets from all-gathers."""
+class GatheredBytes(TorchDispatchMode):
+    """Counts the bytes that this rank receives from all-gathers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Gathered(TorchDispatchMode):
 def train(
     options: argparse.Namespace, name: str, recipe: recipes.Recipe | None, mesh: DeviceMesh
 ) -> Cost:
-    """Train once; rank 0 prints the loss. What a step costs this rank."""
+    """Train once; rank 0 prints the loss. Return what a step costs this rank."""
     rank, world = mesh.get_rank(), mesh.size()
     device = (
         torch.device("cuda", torch.cuda.current_device()) if options.cuda else torch.device("cpu")
@@ -74,7 +74,7 @@ def train(
     meter = Meter(device)
     torch.manual_seed(0)
     config = SIZES[options.preset]
-    with device:  # or a large model would take its time on the CPU
+    with device:  # otherwise initialising a large model on the CPU takes long
         model = GPT(config)
     if recipe is not None:
         float8lab.convert_to_float8(model, recipe, exclude=["lm_head"])
@@ -89,8 +89,8 @@ def train(
     )
     for step in range(options.steps + 1):
         x = tokens(rank, step, options.batch, config.context).to(device)
-        # The last step is counted and not timed: counting looks at every op.
-        gathered = Gathered()
+        # The last step is counted and not timed: the counter inspects every op.
+        gathered = GatheredBytes()
         with meter if step < options.steps else gathered:
             logits = model(x[:, :-1]).float()
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
@@ -102,12 +102,12 @@ def train(
         if rank == 0 and step % 10 == 0:
             print(f"{name}  step {step:4d}  loss {mean.item() / world:.4f}", flush=True)
     cost = meter.cost({"gathered a step": gathered.bytes})
-    held = counted(model, x[:, :-1])
-    return Cost(cost.seconds, {**held, **cost.sizes})
+    sizes = counted(model, x[:, :-1])
+    return Cost(cost.seconds, {**sizes, **cost.sizes})
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train twice; rank 0 prints what FP8 saved it."""
+    """Train twice; rank 0 prints what FP8 saved on it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--preset", default="tiny", choices=list(SIZES))

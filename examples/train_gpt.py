@@ -4,15 +4,15 @@
     python examples/train_gpt.py --device cuda --preset 124m     # GPT-2's size
     python examples/train_gpt.py --architecture llama --layers transformer --fp8-attention
 
-Both runs start from the same weights and see the same batches; the only difference is one call of
-``float8lab.convert_to_float8``, and with ``--layers transformer`` that the FP8 run's blocks are
-``float8lab.TransformerLayer``; the high-precision run is plain ``torch.nn`` always. On CUDA, high
-precision means float32 weights under ``torch.autocast`` in bfloat16, the usual way to train there;
-on a CPU it means float32, where FP8 is emulated through float32 matmuls: the numbers are FP8's, the
+Both runs start from the same weights and see the same batches. The only difference is one call of
+``float8lab.convert_to_float8``; with ``--layers transformer`` the blocks of the FP8 run are also
+``float8lab.TransformerLayer``. The high-precision run is always plain ``torch.nn``. On CUDA, high
+precision means float32 weights under ``torch.autocast`` in bfloat16, the usual way to train there.
+On a CPU it means float32, and FP8 is emulated through float32 matmuls: the numbers are FP8's, the
 speed is not.
 
-On a CPU the same command gives the same losses; on CUDA the backward of attention adds in no
-fixed order, and the last digits differ from run to run.
+On a CPU the same command gives the same losses. On CUDA the backward of attention sums in no fixed
+order, so the last digits differ from run to run.
 """
 
 from __future__ import annotations
@@ -64,28 +64,28 @@ EXCLUDED = ("lm_head",)
 WARM_UP = 0.1
 """Share of the steps in which the learning rate rises to its peak."""
 FINAL_RATE = 0.1
-"""Learning rate at the end, as a share of the peak; a cosine leads there."""
+"""Learning rate at the end, as a share of the peak; it falls along a cosine."""
 ON_CPU = (
     "On a CPU, FP8 is emulated and takes longer than float32; on a GPU it is what saves time.\n"
     "The bytes are those of bfloat16 autocast on a GPU."
 )
 WATCHED = 200
-"""Steps of the FP8 run that ``--report`` shows, about, evenly spread."""
+"""About how many steps of the FP8 run ``--report`` shows, evenly spread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a run does besides the model's sizes."""
+    """The settings of a run besides the model's sizes."""
 
     steps: int
     batch_size: int
     learning_rate: float
     validations: int = 10
-    """How often the validation loss is taken, evenly spread, the last after the last step."""
+    """How often the validation loss is computed, evenly spread; the last follows the last step."""
     code: bool = False
     """Train on the standard library's source code: five times as much as its documentation."""
     validation_windows: int
-    """Sequences of the model's context in the validation loss, evenly spread over its text."""
+    """The number of sequences in the validation loss, evenly spread over its text."""
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
@@ -96,8 +96,8 @@ class Training:
         if step < warm_up:
             return self.learning_rate * (step + 1) / warm_up
         progress = (step - warm_up) / max(1, self.steps - warm_up)
-        falling = 0.5 * (1 + math.cos(math.pi * progress))
-        return self.learning_rate * (FINAL_RATE + (1 - FINAL_RATE) * falling)
+        cosine = 0.5 * (1 + math.cos(math.pi * progress))
+        return self.learning_rate * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
 
     def validates_after(self, step: int) -> bool:
         """Whether ``step`` ends one of the intervals between validations."""
@@ -116,7 +116,7 @@ TRAINING = {
 
 @dataclass
 class Run:
-    """What one training run measured."""
+    """The measurements of one training run."""
 
     name: str
     train_loss: list[float] = field(default_factory=list)
@@ -128,15 +128,15 @@ class Run:
     step_ms: float = 0.0
     """Wall time of a training step: the median over the intervals between validations."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """Bytes by what they hold; on CUDA also the peak of memory while it trained."""
+    """Bytes of each kind of tensor; on CUDA also the peak of memory in training."""
 
 
 class Progress:
-    """One bar over both runs, or a line for each validation where tqdm is missing."""
+    """One progress bar for both runs, or a line for each validation if tqdm is missing."""
 
     def __init__(self, total: int) -> None:
-        often = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a log file wants few lines
-        self.bar = tqdm(total=total, unit="step", mininterval=often) if tqdm else None
+        update_seconds = 0.1 if sys.stderr.isatty() else 10.0  # seconds; few lines for a log file
+        self.bar = tqdm(total=total, unit="step", mininterval=update_seconds) if tqdm else None
 
     def begin(self, name: str) -> None:
         if self.bar is not None:
@@ -160,33 +160,33 @@ class Progress:
 
 @dataclass(frozen=True)
 class Batches:
-    """Sequences of a text as inputs and targets, the targets one token further."""
+    """Sequences of a text as inputs and targets; targets are one token ahead."""
 
     text: Tensor
     context: int
 
     def at(self, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """The sequences that begin at ``starts``, ``[B, context]`` each."""
+        """Return the sequences that begin at ``starts``, ``[B, context]`` each."""
         offsets = torch.arange(self.context + 1, device=self.text.device)
         window = self.text[starts[:, None] + offsets]
         return window[:, :-1], window[:, 1:]
 
     def random(self, training: Training) -> Iterator[tuple[Tensor, Tensor]]:
-        """One batch a step; the same for the same seed, on any device."""
+        """Yield one batch per step; the same for the same seed, on any device."""
         generator = torch.Generator().manual_seed(training.seed)
         size = (training.steps, training.batch_size)
         starts = torch.randint(len(self.text) - self.context, size, generator=generator)
         yield from map(self.at, starts.to(self.text.device))
 
     def spread(self, windows: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """``windows`` sequences evenly spread over the text, in batches."""
+        """Yield ``windows`` sequences evenly spread over the text, in batches."""
         last = len(self.text) - self.context - 1
         starts = torch.linspace(0, last, windows, dtype=torch.float64).long()
         yield from map(self.at, starts.to(self.text.device).split(batch_size))
 
 
 def high_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """The usual mixed precision of a device: bfloat16 autocast on CUDA, nothing on a CPU."""
+    """The usual mixed precision of a device: bfloat16 autocast on CUDA, none on a CPU."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
@@ -200,16 +200,16 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def validate(model: nn.Module, batches: Batches, training: Training) -> float:
     """Mean loss over the validation windows, the same ones each time."""
     model.eval()
-    pieces = batches.spread(training.validation_windows, training.batch_size)
+    windows = batches.spread(training.validation_windows, training.batch_size)
     total = torch.zeros((), dtype=torch.float64, device=batches.text.device)
-    for batch in pieces:
+    for batch in windows:
         total += loss_of(model, batch).double() * len(batch[0])
     model.train()
     return (total / training.validation_windows).item()
 
 
 def make_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices only."""
+    """Return AdamW with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
@@ -226,7 +226,7 @@ def train_step(
     rate: float,
     clip: float,
 ) -> Tensor:
-    """One step; returns the loss before it."""
+    """Run one step; return the loss before it."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     loss = loss_of(model, batch)
@@ -246,10 +246,10 @@ class Job:
     text: Text
     device: torch.device
     fused: bool = False
-    """Blocks of the FP8 run are ``TransformerLayer``."""
+    """Whether the blocks of the FP8 run are ``TransformerLayer``."""
 
     def initial_model(self) -> GPT | Llama:
-        """The same weights each time, on any device."""
+        """Return the model with the same weights each time, on any device."""
         torch.manual_seed(self.training.seed)
         model = GPT(self.model) if isinstance(self.model, GPTConfig) else Llama(self.model)
         return model.to(self.device)
@@ -265,7 +265,7 @@ class Job:
         watcher: Any = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> Run:
-        """Train ``model`` in place, by default with AdamW; a watcher is told each step's loss."""
+        """Train ``model`` in place, by default with AdamW; a watcher gets the loss of each step."""
         run, training = Run(name), self.training
         held_out = self.batches(self.text.validation)
         optimizer = optimizer or make_optimizer(model, training)
@@ -273,7 +273,7 @@ class Job:
         meter = Meter(self.device)
         interval_ms: list[float] = []
         progress.begin(name)
-        began = interval_began = time.perf_counter()
+        start = interval_start = time.perf_counter()
         for step, batch in enumerate(self.batches(self.text.train).random(training)):
             rate = training.rate(step)
             losses.append(train_step(model, batch, optimizer, rate, training.clip))
@@ -283,24 +283,24 @@ class Job:
             if not training.validates_after(step):
                 continue
             run.train_loss += torch.stack(losses).tolist()  # waits for the device
-            interval_ms.append(1e3 * (time.perf_counter() - interval_began) / len(losses))
+            interval_ms.append(1e3 * (time.perf_counter() - interval_start) / len(losses))
             losses.clear()
             run.validation_steps.append(step + 1)
             run.validation_loss.append(validate(model, held_out, training))
             progress.validated(run)
-            interval_began = time.perf_counter()
-        run.seconds = time.perf_counter() - began
+            interval_start = time.perf_counter()
+        run.seconds = time.perf_counter() - start
         run.step_ms = statistics.median(interval_ms)
         run.sizes = meter.peak()
         return run
 
     def count_bytes(self, model: nn.Module) -> dict[str, int]:
-        """What a training step holds under bfloat16 autocast, on any device; no optimizer."""
+        """Bytes that a step holds under bfloat16 autocast, on any device; without the optimizer."""
         batch = next(self.batches(self.text.train).random(self.training))
         return counted(model, batch, autocast=True)
 
     def count_gemms(self, model: nn.Module) -> Any:
-        """The matrix products of one training step, as float8lab counts them."""
+        """Count the GEMMs of one training step."""
         batch = next(self.batches(self.text.train).random(self.training))
         with float8lab.count_gemms() as gemms:
             loss_of(model, batch).backward()
@@ -309,12 +309,12 @@ class Job:
 
 
 def gap_percent(run: Run, baseline: Run) -> float:
-    """How far a run's final validation loss is above the baseline's."""
+    """By how much a run's final validation loss is above the baseline's, in percent."""
     return 100 * (run.validation_loss[-1] / baseline.validation_loss[-1] - 1)
 
 
 def draw(baseline: Run, fp8: Run, path: Path) -> None:
-    """A PNG of the losses of both runs and of the validation gap between them."""
+    """Draw a PNG of the losses of both runs and of the validation gap between them."""
     figure = Figure(figsize=(8, 6.5), layout="constrained")
     losses, gaps = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     for run, colour, style in ((baseline, "tab:gray", "-"), (fp8, "tab:red", "--")):
@@ -325,9 +325,9 @@ def draw(baseline: Run, fp8: Run, path: Path) -> None:
                     label=label)  # fmt: skip
     losses.set_ylabel("loss (nats per byte)")
     losses.legend(title="validation (training in the background)")
-    pairs = zip(fp8.validation_loss, baseline.validation_loss, strict=True)
+    losses_of_both = zip(fp8.validation_loss, baseline.validation_loss, strict=True)
     gaps.axhline(0, color="tab:gray", linewidth=0.8)
-    gaps.plot(fp8.validation_steps, [100 * (a / b - 1) for a, b in pairs], "r.-")
+    gaps.plot(fp8.validation_steps, [100 * (a / b - 1) for a, b in losses_of_both], "r.-")
     gaps.set_ylabel("validation gap (%)")
     gaps.set_xlabel("step")
     figure.savefig(path, dpi=120)
@@ -340,7 +340,7 @@ def device_name(device: torch.device) -> str:
 
 
 def describe_runs(runs: Sequence[Run]) -> str:
-    """A table of the runs' results."""
+    """Return a table of the runs' results."""
     lines = [f"{'run':<16}{'validation loss':>16}{'ms per step':>13}{'seconds':>10}"]
     for run in runs:
         loss = f"{run.validation_loss[-1]:.4f}"
@@ -349,7 +349,7 @@ def describe_runs(runs: Sequence[Run]) -> str:
 
 
 def describe_savings(runs: Sequence[Run], device: torch.device) -> str:
-    """What FP8 saved in a step, and in bytes."""
+    """Return a table of the time and the bytes that FP8 saved in a step."""
     baseline, fp8 = (Cost(run.step_ms / 1e3, run.sizes) for run in runs)
     names = ("bf16" if device.type == "cuda" else "high precision", "FP8")
     return savings(baseline, fp8, device, names=names, on_cpu=ON_CPU)
@@ -398,9 +398,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def make_job(args: argparse.Namespace) -> Job:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     preset = args.preset or ("124m" if device.type == "cuda" else "tiny")
-    chosen = {"steps": args.steps, "batch_size": args.batch_size, "seed": args.seed}
+    options_given = {"steps": args.steps, "batch_size": args.batch_size, "seed": args.seed}
     training = Training(
-        **asdict(TRAINING[preset]) | {k: v for k, v in chosen.items() if v is not None}
+        **asdict(TRAINING[preset]) | {k: v for k, v in options_given.items() if v is not None}
     )
     text = load_text(code=training.code)
     model = (PRESETS if args.architecture == "gpt" else LLAMA_PRESETS)[preset]
@@ -416,7 +416,7 @@ def excluded(args: argparse.Namespace) -> tuple[str, ...]:
 def compare(
     job: Job, recipe: recipes.Recipe, exclude: tuple[str, ...], *, watched: bool = False
 ) -> tuple[list[Run], Any, Any, Any]:
-    """Both runs, the conversion report, the GEMM counts of one FP8 step, the FP8 run's log."""
+    """Return both runs, the conversion report, GEMM counts of an FP8 step, the FP8 run's log."""
     progress = Progress(2 * job.training.steps)
     model = job.initial_model()
     baseline = job.train("high precision", model, progress)
@@ -439,8 +439,8 @@ def compare(
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the comparison, print it, write its files; returns what ``--json`` writes."""
-    began = time.perf_counter()
+    """Run the comparison, print it and write its files; return what ``--json`` writes."""
+    start = time.perf_counter()
     args = parse(argv)
     job = make_job(args)
     recipe = replace(RECIPES[args.recipe](), fp8_dpa=args.fp8_attention)
@@ -453,7 +453,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     print(f"\n{report}\n\nGEMMs of one training step:\n{gemms}\n\n{describe_runs(runs)}")
     print(f"gap {gap:+.3f} % ({args.recipe}; positive: FP8 is worse)")
     print(f"\n{describe_savings(runs, job.device)}")
-    print(f"The comparison took {time.perf_counter() - began:.0f} s.\n")
+    print(f"The comparison took {time.perf_counter() - start:.0f} s.\n")
 
     args.out.mkdir(parents=True, exist_ok=True)
     png = args.out / "train_gpt.png"

@@ -4,8 +4,8 @@
     python examples/train_lightning.py --device cuda --preset wide    # one large GPU
 
 FP8 takes one argument of the Trainer, ``plugins=[Float8Precision(...)]``. The text is random words:
-the loss falls to what can be known about them. FP8 saves time in large layers on a GPU that has it;
-on a CPU it is emulated.
+the loss falls to their entropy. FP8 saves time in large layers on a GPU that has it; on a CPU it is
+emulated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from float8lab.integrations.lightning import Float8Precision
 
 
 class Module(lightning.LightningModule):
-    """The GPT of gpt.py and what Lightning asks of a model."""
+    """The GPT of gpt.py with the methods that Lightning requires."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Module(lightning.LightningModule):
 
 
 class Clock(lightning.Callback):
-    """Seconds of each step, optimizer included, as a user of the Trainer waits for them."""
+    """Times each step, optimizer included, as a user of the Trainer waits for it."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
@@ -61,10 +61,10 @@ class Clock(lightning.Callback):
 
 
 def train(options: argparse.Namespace, precision: Float8Precision | None) -> tuple[float, Cost]:
-    """Train once; the loss at the end, and what it cost."""
+    """Train once; return the loss at the end and the cost."""
     config = SIZES[options.preset]
     meter = Meter(options.device)
-    with torch.device(options.device):  # or a large model would take its time on the CPU
+    with torch.device(options.device):  # otherwise initialising a large model on the CPU takes long
         module = Module(config)
     if precision is not None:  # the plugin alone would convert the output layer, too
         float8lab.convert_to_float8(module, precision.recipe, exclude=["lm_head"])
@@ -88,8 +88,8 @@ def train(options: argparse.Namespace, precision: Float8Precision | None) -> tup
     inputs, targets = data[0][:, :-1], data[0][:, 1:]
     model = module.model.to(options.device)
     batch = (inputs.to(options.device), targets.to(options.device))
-    held = counted(model, batch, optimizer=trainer.optimizers[0], autocast=True)
-    return loss, Cost(cost.seconds, {**held, **cost.sizes})
+    sizes = counted(model, batch, optimizer=trainer.optimizers[0], autocast=True)
+    return loss, Cost(cost.seconds, {**sizes, **cost.sizes})
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,13 +3,13 @@
     python examples/train_moe.py                                # a CPU core, two minutes
     python examples/train_moe.py --device cuda --preset 1b      # 1.4 billion parameters
 
-Each block's MLP is a mixture: a router in float32 sends a token to a few experts
-(``float8lab.router``), and ``float8lab.ExpertMLP`` runs all of them. The FP8 run has one line more,
-``float8lab.convert_to_float8``, which leaves the routers alone. Everything else is as in
+Each block's MLP is an MoE layer: a router in float32 sends a token to a few experts
+(``float8lab.router``), and ``float8lab.ExpertMLP`` runs all of them. The FP8 run has one more line,
+``float8lab.convert_to_float8``, which leaves the routers in float32. Everything else is as in
 ``train_gpt.py``: same weights, same batches, bfloat16 autocast on CUDA, float32 on a CPU.
 
-Reported are the gap of the validation losses, the time of a step, and how evenly the routers use
-their experts: the tokens of the fullest over the average, 1 at best.
+The output has the gap of the validation losses, the time of a step, and how evenly the routers use
+their experts: the tokens of the fullest expert over the average, 1 at best.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ import float8lab
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureConfig(GPTConfig):
-    """Sizes of a GPT whose MLPs are mixtures."""
+class MoeConfig(GPTConfig):
+    """Sizes of a GPT whose MLPs are MoE layers."""
 
     experts: int
     top_k: int
-    """Experts of a token."""
+    """Experts per token."""
     ffn: int
     """Features between an expert's two layers."""
     balance: float = 1e-2
-    """Weight of the loss that asks for an even load."""
+    """Weight of the auxiliary loss for an even load."""
 
 
 PRESETS = {
-    "tiny": MixtureConfig(context=64, n_layer=2, n_head=4, dim=96, experts=8, top_k=2, ffn=96),
-    "1b": MixtureConfig(
+    "tiny": MoeConfig(context=64, n_layer=2, n_head=4, dim=96, experts=8, top_k=2, ffn=96),
+    "1b": MoeConfig(
         context=1024, n_layer=6, n_head=16, dim=2048, vocab_size=50304, experts=32, top_k=4,
         ffn=1024,
     ),
@@ -65,12 +65,12 @@ TRAINING = {
 }
 
 
-class Mixture(nn.Module):
-    """Routes each token to its experts and adds up what these give."""
+class MoeLayer(nn.Module):
+    """Routes each token to its experts and sums their weighted outputs."""
 
     load: Tensor
 
-    def __init__(self, config: MixtureConfig) -> None:
+    def __init__(self, config: MoeConfig) -> None:
         super().__init__()
         self.config = config
         self.router = nn.Linear(config.dim, config.experts, bias=False)
@@ -93,13 +93,13 @@ class Mixture(nn.Module):
         return y
 
 
-class MixtureGPT(GPT):
-    """The GPT of ``gpt.py`` with mixtures in the place of its MLPs."""
+class MoeGPT(GPT):
+    """The GPT of ``gpt.py`` with MoE layers in place of its MLPs."""
 
-    def __init__(self, config: MixtureConfig) -> None:
+    def __init__(self, config: MoeConfig) -> None:
         super().__init__(config)
         for block in self.blocks:
-            block.mlp = Mixture(config)
+            block.mlp = MoeLayer(config)
         self.config = config
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -108,28 +108,28 @@ class MixtureGPT(GPT):
             return logits
         loss = cross_entropy(logits, targets)
         if self.training:
-            for mixture in self.mixtures():
-                loss = loss + mixture.balance_loss
+            for moe_layer in self.moe_layers():
+                loss = loss + moe_layer.balance_loss
         return loss
 
-    def mixtures(self) -> list[Mixture]:
-        """Those of all blocks, in their order."""
-        return [module for module in self.modules() if isinstance(module, Mixture)]
+    def moe_layers(self) -> list[MoeLayer]:
+        """The MoE layers of all blocks, in order."""
+        return [module for module in self.modules() if isinstance(module, MoeLayer)]
 
     def imbalance(self) -> list[float]:
         """For each block, the tokens of its fullest expert over the average, since the start."""
-        loads = [mixture.load for mixture in self.mixtures()]
+        loads = [moe_layer.load for moe_layer in self.moe_layers()]
         return [(load.max() / load.mean()).item() for load in loads]
 
 
-class MixtureJob(Job):
-    """One comparison of mixtures."""
+class MoeJob(Job):
+    """One comparison of MoE models."""
 
-    def initial_model(self) -> MixtureGPT:
-        """The same weights each time, on any device."""
+    def initial_model(self) -> MoeGPT:
+        """Return the model with the same weights each time, on any device."""
         torch.manual_seed(self.training.seed)
-        assert isinstance(self.model, MixtureConfig), "of this job"
-        return MixtureGPT(self.model).to(self.device)
+        assert isinstance(self.model, MoeConfig), "of this job"
+        return MoeGPT(self.model).to(self.device)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -151,19 +151,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def make_job(args: argparse.Namespace) -> MixtureJob:
+def make_job(args: argparse.Namespace) -> MoeJob:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     preset = args.preset or ("1b" if device.type == "cuda" else "tiny")
-    chosen = {"steps": args.steps, "batch_size": args.batch_size, "seed": args.seed}
+    options_given = {"steps": args.steps, "batch_size": args.batch_size, "seed": args.seed}
     training = Training(
-        **asdict(TRAINING[preset]) | {k: v for k, v in chosen.items() if v is not None}
+        **asdict(TRAINING[preset]) | {k: v for k, v in options_given.items() if v is not None}
     )
     text = load_text(code=training.code)
-    return MixtureJob(model=PRESETS[preset], training=training, text=text, device=device)
+    return MoeJob(model=PRESETS[preset], training=training, text=text, device=device)
 
 
-def train(job: MixtureJob, name: str, recipe: Any, progress: Progress) -> tuple[Run, list[float]]:
-    """One run, and how evenly it used the experts."""
+def train(job: MoeJob, name: str, recipe: Any, progress: Progress) -> tuple[Run, list[float]]:
+    """Train once; return the run and the imbalance of the experts."""
     model = job.initial_model()
     if recipe is not None:
         float8lab.convert_to_float8(model, recipe, exclude=["lm_head"])
@@ -173,28 +173,30 @@ def train(job: MixtureJob, name: str, recipe: Any, progress: Progress) -> tuple[
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the comparison; returns its numbers."""
+    """Run the comparison; return its numbers."""
     args = parse(argv)
     job, recipe = make_job(args), RECIPES[args.recipe]()
     parameters = sum(p.numel() for p in job.initial_model().parameters())
     print(f"{parameters:,} parameters on {device_name(job.device)}, {recipe}")
     progress = Progress(2 * job.training.steps)
     runs = (("high precision", None), ("FP8", recipe))
-    found = [train(job, name, chosen, progress) for name, chosen in runs]
+    runs_and_imbalances = [
+        train(job, name, recipe_of_run, progress) for name, recipe_of_run in runs
+    ]
     progress.close()
-    (baseline, before), (fp8, after) = found
+    (baseline, baseline_imbalance), (fp8, fp8_imbalance) = runs_and_imbalances
     print(describe_runs((baseline, fp8)))
     gap = gap_percent(fp8, baseline)
     print(f"gap {gap:+.2f} %, time of a step {fp8.step_ms / baseline.step_ms:.2f}x")
-    for run, loads in ((baseline, before), (fp8, after)):
-        listed = " ".join(f"{load:.2f}" for load in loads)
-        print(f"fullest expert over the average, by block, {run.name}: {listed}")
+    for run, loads in ((baseline, baseline_imbalance), (fp8, fp8_imbalance)):
+        loads_text = " ".join(f"{load:.2f}" for load in loads)
+        print(f"fullest expert over the average, by block, {run.name}: {loads_text}")
     results = {
         "parameters": parameters,
         "recipe": args.recipe,
         "runs": [asdict(baseline), asdict(fp8)],
         "gap_percent": gap,
-        "imbalance": {"high precision": before, "FP8": after},
+        "imbalance": {"high precision": baseline_imbalance, "FP8": fp8_imbalance},
     }
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)

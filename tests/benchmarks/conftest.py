@@ -1,4 +1,4 @@
-"""Make ``import benchmarks`` work from wherever pytest was started; a setting without a GPU."""
+"""Let tests import ``benchmarks`` from any working directory; a setting without a GPU."""
 
 import sys
 from pathlib import Path
@@ -14,13 +14,13 @@ from benchmarks.recipes import RECIPES
 
 
 def one_sample(fn):
-    """A timer that calls once."""
+    """A timer that calls the function once."""
     return common.time_wall(fn, warm_up=0, samples=1, calls=1)
 
 
 @pytest.fixture
 def setting():
-    """All recipes on the CPU, each time a single sample, the floor from tiny tensors."""
+    """All recipes on the CPU, a single sample of each time, and the floor of tiny tensors."""
     device = torch.device("cpu")
     floor = Floor(device, one_sample, copy_bytes=2**16, ceiling_size=64)
     return report.Setting(

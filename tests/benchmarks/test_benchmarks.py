@@ -1,4 +1,4 @@
-"""What all benchmarks share: statistics, header, tables, gates; and the accuracy."""
+"""The common parts of benchmarks: statistics, header, tables, gates, shapes and offloading."""
 
 import doctest
 import json
@@ -31,7 +31,7 @@ def test_time_wall_calls_warm_up_and_samples():
     assert all(sample >= 0 for sample in timing.samples)
 
 
-def test_header_names_what_a_reader_needs():
+def test_header_has_the_versions_and_the_command():
     facts = common.header()
     assert {"torch", "triton", "commit", "command"} <= facts.keys()
     assert ("GPU" in facts) == torch.cuda.is_available()
@@ -62,33 +62,33 @@ def test_json_history_grows_by_a_line(tmp_path):
 
 
 def test_sqnr_of_known_noise():
-    right = torch.full((100,), 2.0, dtype=torch.float64)
-    assert common.sqnr(right + 0.02, right) == pytest.approx(40.0)
-    assert common.sqnr(right.clone(), right) == math.inf
+    expected = torch.full((100,), 2.0, dtype=torch.float64)
+    assert common.sqnr(expected + 0.02, expected) == pytest.approx(40.0)
+    assert common.sqnr(expected.clone(), expected) == math.inf
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "broken_result",
     [torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.inf]), torch.ones(3)],
     ids=["nan", "inf", "shape"],
 )
-def test_sqnr_of_a_broken_result_is_nan(wrong):
-    assert math.isnan(common.sqnr(wrong, torch.ones(2)))
+def test_sqnr_of_a_broken_result_is_nan(broken_result):
+    assert math.isnan(common.sqnr(broken_result, torch.ones(2)))
 
 
 def test_gate_admits_a_close_answer():
-    right = torch.randn(64, 64)
-    gate = common.Gate({"y": right}, floor_db=20.0)
-    assert gate.admits({"y": right + 0.01 * torch.randn(64, 64)})
+    expected = torch.randn(64, 64)
+    gate = common.Gate({"y": expected}, floor_db=20.0)
+    assert gate.admits({"y": expected + 0.01 * torch.randn(64, 64)})
 
 
-@pytest.mark.parametrize("answer", ["far", "nan", "missing"])
-def test_gate_refuses_a_wrong_answer(answer):
-    right = torch.randn(64, 64)
-    answers = {"far": {"y": right + torch.randn(64, 64)}, "nan": {"y": right * math.nan}}
-    gate = common.Gate({"y": right}, floor_db=20.0)
-    assert not gate.admits(answers.get(answer, {}))
-    refusal = gate.refusal(gate.measure(answers.get(answer, {})))
+@pytest.mark.parametrize("kind", ["far", "nan", "missing"])
+def test_gate_refuses_a_wrong_answer(kind):
+    expected = torch.randn(64, 64)
+    answers = {"far": {"y": expected + torch.randn(64, 64)}, "nan": {"y": expected * math.nan}}
+    gate = common.Gate({"y": expected}, floor_db=20.0)
+    assert not gate.admits(answers.get(kind, {}))
+    refusal = gate.refusal(gate.measure(answers.get(kind, {})))
     assert refusal is not None
     assert "below 20 dB" in refusal
 
@@ -104,7 +104,7 @@ def test_docstring_examples_run(module):
     assert results.failed == 0
 
 
-def test_shapes_give_the_three_gemms():
+def test_shapes_give_the_sizes_of_the_three_gemms():
     (shape,) = (s for s in shapes.select("llama-8b") if s.name == "up")
     assert shape.gemms() == {
         "fprop": (16384, 14336, 4096), "dgrad": (16384, 4096, 14336), "wgrad": (14336, 4096, 16384),
@@ -125,7 +125,7 @@ def test_offload_is_compared_with_the_model_without_it():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_offload_says_what_it_needs():
+def test_offload_needs_a_gpu():
     with pytest.raises(SystemExit, match="measures a CUDA GPU"):
         offload.main([])
 
@@ -137,8 +137,10 @@ def test_sustained_steps_take_turns():
         if order[-1:] != [name]:
             order.append(name)
 
-    found = common.time_sustained(
+    results = common.time_sustained(
         {name: partial(step, name) for name in "ab"}, seconds=0.01, rounds=3
     )
     assert order == ["a", "b"] * 3
-    assert all(len(one.timing.samples) == 3 and one.timing.median > 0 for one in found.values())
+    assert all(
+        len(result.timing.samples) == 3 and result.timing.median > 0 for result in results.values()
+    )

@@ -1,4 +1,4 @@
-"""Losses and bytes of FP8 moments, of a small model on a CPU."""
+"""Losses and bytes of FP8 moments, for a small model on a CPU."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from benchmarks.pretrain import Text
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch):
+def _small_job(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     sizes = {"context": 16, "n_layer": 1, "n_head": 2, "dim": 64}
     monkeypatch.setitem(moments.PRESETS, "tiny", replace(moments.PRESETS["tiny"], **sizes))
@@ -24,7 +24,7 @@ def cells(table):
     return [[x.strip() for x in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
 
 
-def test_bytes_of_each_combination():
+def test_bytes_of_each_combination_of_dtypes():
     rows = cells(moments.bytes_table(256))
     sums = {tuple(row[:3]): float(row[-1]) for row in rows}
     assert len(rows) == len(sums) == 14
@@ -35,10 +35,10 @@ def test_bytes_of_each_combination():
     assert sums["FP8", "float32", "float32"] == 13.0
 
 
-def test_every_way_is_trained_for_every_seed(capsys):
+def test_every_variant_is_trained_for_every_seed(capsys):
     moments.main(["--tiny", "--steps", "5", "--batch-size", "2", "--seeds", "2", "--rounded"])
-    out = capsys.readouterr().out
-    rows = cells(out[out.index("| run") :])
+    output = capsys.readouterr().out
+    rows = cells(output[output.index("| run") :])
     assert [row[:2] for row in rows] == [
         *([name, seed] for seed in "01" for name in moments.WAYS),
         *([name, "mean"] for name in moments.WAYS),
@@ -48,6 +48,6 @@ def test_every_way_is_trained_for_every_seed(capsys):
     assert float(rows[1][4]) < 3 < float(rows[0][4])
 
 
-def test_it_needs_a_gpu():
+def test_moments_need_a_gpu():
     with pytest.raises(SystemExit):
         moments.main([])

@@ -1,4 +1,4 @@
-"""The energy of a layer on a CPU, with counters that are made up."""
+"""The energy of a layer on a CPU, with simulated counters."""
 
 import ctypes
 from types import SimpleNamespace
@@ -13,8 +13,8 @@ from benchmarks.models import LayerSize
 LAYER = LayerSize(D=64, H=4, G=2, F=96, batch=2, sequence=32)
 
 
-class Timer:
-    """A clock that moves on by a millisecond when it is read, and a GPU that takes 300 W."""
+class SimulatedTime:
+    """A clock that advances by a millisecond when it is read, and a GPU that takes 300 W."""
 
     seconds = 0.0
 
@@ -27,17 +27,17 @@ class Timer:
 
 
 @pytest.fixture(autouse=True)
-def timer(monkeypatch):
-    timer = Timer()
-    monkeypatch.setattr(power, "time", timer)
+def simulated_time(monkeypatch):
+    simulated_time = SimulatedTime()
+    monkeypatch.setattr(power, "time", simulated_time)
     monkeypatch.setattr(nn.Module, "compile", lambda self: None)
     monkeypatch.setattr(power, "SETTLING", 0.0)
-    return timer
+    return simulated_time
 
 
-def test_energy_of_a_layer(setting, timer):
+def test_rows_have_the_power_and_energy_of_a_layer(setting, simulated_time):
     setting.recipes = ("delayed", "block")
-    rows = list(power.rows(setting, LAYER, timer.joules, seconds=0.01, rounds=2))
+    rows = list(power.rows(setting, LAYER, simulated_time.joules, seconds=0.01, rounds=2))
     assert [row.name for row in rows] == [
         "plain bfloat16, compile", "converted, delayed, compile",
         "TransformerLayer, delayed, eager", "converted, block, compile",
@@ -56,22 +56,22 @@ def test_energy_of_a_layer(setting, timer):
     assert [line.split("|")[-2].strip() for line in lines[2:4]] == ["1.00", f"{ratio:.2f}"]
 
 
-def test_a_wrong_layer_takes_no_turn(setting, monkeypatch, timer):
-    def doubled(plain, recipe, **options):
+def test_a_wrong_layer_is_not_measured(setting, monkeypatch, simulated_time):
+    def converted_with_wrong_weight(plain, recipe, **options):
         layer = power.copy.deepcopy(plain)
         layer.down.weight.data.mul_(2)
         return layer
 
     setting.recipes = ("current",)
-    monkeypatch.setattr(power, "converted", doubled)
-    rows = list(power.rows(setting, LAYER, timer.joules, seconds=0.01, rounds=1))
+    monkeypatch.setattr(power, "converted", converted_with_wrong_weight)
+    rows = list(power.rows(setting, LAYER, simulated_time.joules, seconds=0.01, rounds=1))
     assert [row.refusal is None for row in rows] == [True, False, True]
     assert rows[1].refusal.startswith("wrong: y ")
     assert rows[1].values == {}
 
 
-class Clock:
-    """A GPU of 100 W whose counter ticks every 40 seconds, and on which a step takes one."""
+class TickingCounter:
+    """A GPU of 100 W whose counter ticks every 40 seconds; a step takes one second."""
 
     seconds = 0.0
 
@@ -83,16 +83,16 @@ class Clock:
 
 
 def test_an_interval_lasts_from_tick_to_tick(monkeypatch):
-    clock = Clock()
+    clock = TickingCounter()
     monkeypatch.setattr(power.time, "perf_counter", lambda: clock.seconds)
     monkeypatch.setattr(power, "LONGEST_TICK", 1000)
-    found = power.energy_in_turns({"a": clock.step}, counter=clock.joules, seconds=50, rounds=2)
+    energy = power.energy_in_turns({"a": clock.step}, counter=clock.joules, seconds=50, rounds=2)
     assert clock.seconds == 2 * (40 + 80)
-    assert found["a"].watts == 100
-    assert found["a"].timing.samples == (1000.0, 1000.0)
+    assert energy["a"].watts == 100
+    assert energy["a"].timing.samples == (1000.0, 1000.0)
 
 
-def test_a_counter_that_stands_still_is_an_error(monkeypatch):
+def test_a_counter_that_does_not_move_is_an_error(monkeypatch):
     monkeypatch.setattr(power, "LONGEST_TICK", 0.01)
     with pytest.raises(RuntimeError, match="must move within"):
         power.energy_in_turns({"a": list}, counter=lambda: 1.0, seconds=0.01, rounds=1)
@@ -100,7 +100,7 @@ def test_a_counter_that_stands_still_is_an_error(monkeypatch):
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """NVML with a GPU called ``uuid`` that has taken 12345 mJ."""
+    """NVML with a GPU called ``uuid`` that has consumed 12345 mJ."""
 
     def energy(handle, millijoules):
         millijoules._obj.value = 12345
@@ -118,7 +118,7 @@ def nvml(monkeypatch):
     return library
 
 
-def test_nvml_counts_millijoules(nvml):
+def test_the_nvml_counter_returns_joules(nvml):
     assert power.open_counter()() == 12.345
 
 

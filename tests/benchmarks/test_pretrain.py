@@ -1,4 +1,4 @@
-"""Pretraining on a CPU and a tiny model: runs that go on, their folders and their tables."""
+"""Pretraining a tiny model on a CPU: resumed runs, their folders and their tables."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,7 @@ from benchmarks import pretrain
 from benchmarks.pretrain import CHECKPOINT, LOG, Log, Text, main
 from float8lab.nn import ScalingState
 
-_load_text = pretrain.load_text  # replaced in the tests
+_load_text = pretrain.load_text  # tests replace it
 SCHEDULE = ["--schedule", "7", "--log-every", "2", "--validate-every", "4"]
 TINY = ["--tiny", "--no-compile", "--batch", "2", "--learning-rate", "0.01", *SCHEDULE]
 
@@ -20,22 +20,22 @@ TINY = ["--tiny", "--no-compile", "--batch", "2", "--learning-rate", "0.01", *SC
 def _tiny(monkeypatch, request):
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    small = {"context": 16, "n_layer": 1, "n_head": 2, "n_group": 1, "dim": 32, "ffn": 48}
-    monkeypatch.setitem(pretrain.PRESETS, "tiny", replace(pretrain.PRESETS["tiny"], **small))
+    sizes = {"context": 16, "n_layer": 1, "n_head": 2, "n_group": 1, "dim": 32, "ffn": 48}
+    monkeypatch.setitem(pretrain.PRESETS, "tiny", replace(pretrain.PRESETS["tiny"], **sizes))
     text = torch.arange(4000).square() % 251
-    made = Text(text[:3000], text[3000:], "digest")
-    monkeypatch.setattr(pretrain, "load_text", lambda **options: made)
+    made_up_text = Text(text[:3000], text[3000:], "digest")
+    monkeypatch.setattr(pretrain, "load_text", lambda **options: made_up_text)
 
 
-def lines(folder):
+def log_lines(folder):
     return [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
 
 
-def curve(folder):
-    return [(line["step"], line["loss"], line.get("validation_loss")) for line in lines(folder)]
+def loss_curve(folder):
+    return [(line["step"], line["loss"], line.get("validation_loss")) for line in log_lines(folder)]
 
 
-def trained(folder):
+def checkpoint_tensors(folder):
     """All tensors of a checkpoint file, by their place in it."""
     state = torch.load(folder / CHECKPOINT)
     tensors = {**state["model"], **state["scaling"]}
@@ -45,39 +45,56 @@ def trained(folder):
 
 
 def make_run(recipe):
-    shared = {"preset": "tiny", "compile": False, "log_every": 1, "validate_every": 1, "text": ""}
-    setup = pretrain.Setup(recipe=recipe, batch=2, schedule=7, learning_rate=0.01, seed=0, **shared)
+    common_options = {
+        "preset": "tiny",
+        "compile": False,
+        "log_every": 1,
+        "validate_every": 1,
+        "text": "",
+    }
+    setup = pretrain.Setup(
+        recipe=recipe, batch=2, schedule=7, learning_rate=0.01, seed=0, **common_options
+    )
     return pretrain.Run(setup, pretrain.load_text(), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("recipe", ["bfloat16", "delayed", "current"])
-def test_a_run_goes_on_with_the_bits_of_an_uninterrupted_one(recipe, tmp_path, capsys):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(recipe, tmp_path, capsys):
     argv = [*TINY, "--recipe", recipe, "--commit", "abc"]
     main([*argv, "--out", str(tmp_path / "straight")])
-    for steps in (["--steps", "3"], ["--steps", "2"], []):  # the first ends within an interval
+    # The first ends within a logging interval.
+    for steps in (["--steps", "3"], ["--steps", "2"], []):
         main([*argv, *steps, "--out", str(tmp_path / "resumed")])
     assert f"{recipe} is at step 5 of 7" in capsys.readouterr().out
-    straight, resumed = curve(tmp_path / "straight"), curve(tmp_path / "resumed")
-    assert straight == resumed
-    assert [(step, valid is not None) for step, _, valid in resumed] == [
+    uninterrupted, resumed = loss_curve(tmp_path / "straight"), loss_curve(tmp_path / "resumed")
+    assert uninterrupted == resumed
+    assert [(step, validation_loss is not None) for step, _, validation_loss in resumed] == [
         (2, False), (4, True), (6, False), (7, True),
     ]  # fmt: skip
     assert resumed[-1][2] < resumed[1][2]
-    right, found = trained(tmp_path / "straight"), trained(tmp_path / "resumed")
-    assert right.keys() == found.keys()
-    assert all(torch.equal(value, found[name]) for name, value in right.items())
-    assert any(name.endswith("/history") for name in found) == (recipe == "delayed")
-    assert found["0.master"].dtype == torch.float32
-    assert found["tokens.weight"].dtype == torch.bfloat16
-    last = lines(tmp_path / "resumed")[-1]
+    expected, resumed_tensors = (
+        checkpoint_tensors(tmp_path / "straight"),
+        checkpoint_tensors(tmp_path / "resumed"),
+    )
+    assert expected.keys() == resumed_tensors.keys()
+    assert all(torch.equal(value, resumed_tensors[name]) for name, value in expected.items())
+    assert any(name.endswith("/history") for name in resumed_tensors) == (recipe == "delayed")
+    assert resumed_tensors["0.master"].dtype == torch.float32
+    assert resumed_tensors["tokens.weight"].dtype == torch.bfloat16
+    last = log_lines(tmp_path / "resumed")[-1]
     assert (last["tokens"], last["commit"], last["peak_gb"]) == (7 * 32, "abc", None)
-    seconds = [line["seconds"] for line in lines(tmp_path / "resumed")]
+    seconds = [line["seconds"] for line in log_lines(tmp_path / "resumed")]
     assert seconds == sorted(seconds)
-    # Only the first interval of each call compiles; the last of these calls has two.
-    assert [line["is_warm"] for line in lines(tmp_path / "resumed")] == [False, False, False, True]
+    # Only the first interval of each call compiles. The last of these calls has two intervals.
+    assert [line["is_warm"] for line in log_lines(tmp_path / "resumed")] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
-def test_validation_leaves_delayed_scaling_as_it_is():
+def test_validation_does_not_change_delayed_scaling():
     run = make_run("delayed")
     run.train_step()
     before = ScalingState(run.model).state_dict()
@@ -87,23 +104,26 @@ def test_validation_leaves_delayed_scaling_as_it_is():
     assert any(name.endswith("/history") for name in before)
 
 
-def test_recipes_see_the_same_batches_and_differ(tmp_path):
+def test_recipes_train_on_the_same_batches(tmp_path):
     for recipe in ("bfloat16", "current"):
         main([*TINY, "--recipe", recipe, "--out", str(tmp_path / recipe)])
-    (_, high, _), (_, fp8, _) = (curve(tmp_path / name)[0] for name in ("bfloat16", "current"))
-    assert high != fp8
-    assert fp8 == pytest.approx(high, rel=0.01)
+    (_, bfloat16_loss, _), (_, fp8_loss, _) = (
+        loss_curve(tmp_path / name)[0] for name in ("bfloat16", "current")
+    )
+    assert bfloat16_loss != fp8_loss
+    assert fp8_loss == pytest.approx(bfloat16_loss, rel=0.01)
 
 
-def test_lines_after_the_checkpoint_file_are_dropped(tmp_path):
+def test_log_lines_after_the_checkpoint_file_are_dropped(tmp_path):
     main([*TINY, "--steps", "4", "--out", str(tmp_path)])
-    kept = curve(tmp_path)
-    with (tmp_path / LOG).open("a") as log:  # of a run that died before its next checkpoint file
+    losses = loss_curve(tmp_path)
+    # A line of a run that died before its next checkpoint file.
+    with (tmp_path / LOG).open("a") as log:
         log.write(json.dumps({"step": 6, "loss": 1.0}) + "\n")
     main([*TINY, "--minutes", "0", "--out", str(tmp_path)])
-    assert curve(tmp_path) == kept
+    assert loss_curve(tmp_path) == losses
     main([*TINY, "--out", str(tmp_path)])
-    assert [step for step, *_ in curve(tmp_path)] == [2, 4, 6, 7]
+    assert [step for step, *_ in loss_curve(tmp_path)] == [2, 4, 6, 7]
 
 
 def test_checkpoint_files_are_written_as_often_as_asked(tmp_path, monkeypatch):
@@ -128,7 +148,7 @@ def test_folders_of_other_runs_are_refused(tmp_path):
         main([*TINY, "--recipe", "current", "--out", str(tmp_path)])
 
 
-def test_blocks_are_compiled_one_by_one_unless_told(tmp_path, monkeypatch):
+def test_each_block_is_compiled_unless_no_compile_is_given(tmp_path, monkeypatch):
     compiled = []
     monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(type(self).__name__))
     argv = [word for word in TINY if word != "--no-compile"]
@@ -139,20 +159,20 @@ def test_blocks_are_compiled_one_by_one_unless_told(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_run_on_a_gpu(tmp_path):
+def test_a_run_on_a_gpu_trains_and_resumes(tmp_path):
     for _ in range(2):
         main([*TINY, "--recipe", "delayed", "--steps", "4", "--out", str(tmp_path)])
-    assert [step for step, *_ in curve(tmp_path)] == [2, 4, 6, 7]
-    assert curve(tmp_path)[-1][2] < curve(tmp_path)[1][2]
-    assert all(line["peak_gb"] > 0 for line in lines(tmp_path))
+    assert [step for step, *_ in loss_curve(tmp_path)] == [2, 4, 6, 7]
+    assert loss_curve(tmp_path)[-1][2] < loss_curve(tmp_path)[1][2]
+    assert all(line["peak_gb"] > 0 for line in log_lines(tmp_path))
 
 
-def test_pretrain_says_what_it_needs(tmp_path):
+def test_pretrain_needs_a_gpu(tmp_path):
     with pytest.raises(SystemExit, match=r"needs a CUDA GPU of 80 GB.*--tiny"):
         main(["--out", str(tmp_path)])
 
 
-def test_validation_needs_a_line_of_the_log(capsys):
+def test_validation_steps_must_be_logged_steps(capsys):
     with pytest.raises(SystemExit):
         main(["--out", "x", "--validate-every", "15"])
     assert "must be a multiple of --log-every, 10; got 15" in capsys.readouterr().err
@@ -166,15 +186,15 @@ def test_the_model_has_a_billion_parameters():
 
 def make_log(name, recipe, losses, rates, device="H100", validated=2, **options):
     """A log with a line every ten steps; the first interval compiles."""
-    made = {}
+    lines_by_step = {}
     for index, (loss, rate) in enumerate(zip(losses, rates, strict=True)):
         step = 10 * (index + 1)
         line = {"step": step, "tokens": step * 1000, "seconds": 6.0 * (index + 1), "loss": loss}
         line |= {"tokens_per_second": rate, "is_warm": index > 0, "peak_gb": 8.0 + index}
         if (index + 1) % validated == 0:
             line["validation_loss"] = 2 * loss
-        made[step] = line | {"device": device, "commit": "abc", "torch": "2"}
-    return Log(name, {"recipe": recipe, "batch": 8} | options, made)
+        lines_by_step[step] = line | {"device": device, "commit": "abc", "torch": "2"}
+    return Log(name, {"recipe": recipe, "batch": 8} | options, lines_by_step)
 
 
 BASE = make_log("a", "bfloat16", [4.0, 3.0, 2.0, 1.0], [1.0, 100.0, 110.0, 90.0])
@@ -201,23 +221,23 @@ def test_tables_compare_runs_at_the_same_steps(monkeypatch):
 
 
 def test_times_of_another_gpu_and_of_a_diverged_run_are_not_compared():
-    other = make_log("c", "block", [4.0, 3.0], [1.0, 100.0], device="H200")
+    other_gpu = make_log("c", "block", [4.0, 3.0], [1.0, 100.0], device="H200")
     diverged = make_log("d", "block", [4.0, float("nan")], [1.0, 100.0])
-    runs = pretrain.tabulate([BASE, other, diverged])
+    runs = pretrain.tabulate([BASE, other_gpu, diverged])
     assert cells(runs, 3)[5:7] == ["100", "-"]
     assert cells(runs, 4)[5:7] == ["nan", "nan"]
 
 
-def test_long_runs_have_few_rows():
-    long = make_log("a", "bfloat16", [2.0] * 100, [1.0] * 100, validated=1)
-    steps = pretrain.shown_steps([long])
+def test_tables_of_long_runs_have_few_rows():
+    long_log = make_log("a", "bfloat16", [2.0] * 100, [1.0] * 100, validated=1)
+    steps = pretrain.shown_steps([long_log])
     assert len(steps) == pretrain.MOST_STEPS
     assert (steps[-1], steps) == (1000, sorted(set(steps)))
     with pytest.raises(SystemExit, match="none"):
-        pretrain.shown_steps([long, Log("b", long.setup, {5: {}})])
+        pretrain.shown_steps([long_log, Log("b", long_log.setup, {5: {}})])
 
 
-def test_table_reads_folders_and_draws(tmp_path, capsys):
+def test_table_reads_folders_and_draws_curves(tmp_path, capsys):
     folders = [tmp_path / recipe for recipe in ("current", "bfloat16")]
     for folder in folders:
         main([*TINY, "--no-checkpoint", "--recipe", folder.name, "--out", str(folder)])
@@ -225,22 +245,22 @@ def test_table_reads_folders_and_draws(tmp_path, capsys):
     capsys.readouterr()
     main(["--plot", str(image), "--table", *map(str, folders)])
     assert image.stat().st_size > 10_000
-    out = capsys.readouterr().out
-    assert [cells(out, 2)[0], cells(out, 3)[0]] == ["bfloat16", "current"]
-    other = [*TINY, "--no-checkpoint", "--batch", "3", "--out", str(tmp_path / "other")]
-    main(other)
+    output = capsys.readouterr().out
+    assert [cells(output, 2)[0], cells(output, 3)[0]] == ["bfloat16", "current"]
+    other_batch = [*TINY, "--no-checkpoint", "--batch", "3", "--out", str(tmp_path / "other")]
+    main(other_batch)
     with pytest.raises(SystemExit, match=r"batch is 3 in .*other and 2 in"):
         main(["--table", str(folders[1]), str(tmp_path / "other")])
 
 
-def test_text_with_further_folders(tmp_path, monkeypatch):
-    library, further = tmp_path / "library", tmp_path / "further"
-    for folder in (library, further):
+def test_further_folders_are_appended_to_the_text(tmp_path, monkeypatch):
+    library, second_library = tmp_path / "library", tmp_path / "further"
+    for folder in (library, second_library):
         folder.mkdir()
         (folder / "module.py").write_text(f"# {folder.name}\n" + "=" * 10 * 16384)
-    names = _load_text.__globals__
-    monkeypatch.setattr(names["sysconfig"], "get_path", lambda name: str(library))
-    monkeypatch.setitem(names, "manual", list)
-    made = bytes(_load_text(code=True, folders=[further]).train.tolist())
-    assert made.index(b"# library") < made.index(b"# further")
+    module_names = _load_text.__globals__
+    monkeypatch.setattr(module_names["sysconfig"], "get_path", lambda name: str(library))
+    monkeypatch.setitem(module_names, "manual", list)
+    train_text = bytes(_load_text(code=True, folders=[second_library]).train.tolist())
+    assert train_text.index(b"# library") < train_text.index(b"# further")
     assert b"# further" not in bytes(_load_text(code=True).train.tolist())

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 from expecttest import assert_expected_inline
 
-from benchmarks import __main__ as everything
+from benchmarks import __main__ as benchmark_command
 from benchmarks import common, gemm, report
 from benchmarks.report import Column, Row, Subject, Target
 
@@ -29,7 +29,7 @@ def example_rows():
     ]  # fmt: skip
 
 
-def test_table_of_rows():
+def test_tabulate_gives_a_table_of_rows():
     assert_expected_inline(
         report.tabulate(COLUMNS, example_rows()),
         """\
@@ -48,61 +48,61 @@ def test_a_column_that_no_row_uses_is_left_out():
     )
 
 
-def test_nothing_is_compared_with_a_refused_baseline():
+def test_rows_are_not_compared_with_a_refused_baseline():
     rows = [Row("up", "bfloat16", refusal="wrong", baseline=True), Row("up", "fp8", ms=(1.0,))]
     assert "x bf16" not in report.tabulate(COLUMNS, rows)
 
 
 @pytest.mark.parametrize("numbers", [{"ms": (1.0,)}, {"wall_ms": (1.0,)}, {"values": {"us": 1.0}}])
-def test_a_refused_row_can_hold_no_numbers(numbers):
+def test_a_refused_row_with_numbers_is_an_error(numbers):
     with pytest.raises(ValueError, match="refusal must be None for a row with numbers"):
         Row("up", "bad", refusal="wrong", **numbers)
 
 
-def test_setting_adds_percentages(setting):
+def test_setting_adds_percentages_of_ceiling_and_copy(setting):
     setting.floor.time = lambda fn: common.Timing((2.0,))
-    # 64^3 GEMMs in 2 ms; a copy of 64 KiB in 2 ms.
+    # 64^3 GEMMs and a copy of 64 KiB, in 2 ms each.
     row = setting.row("up", "fp8", ms=(2.0,), flops=64**3, bytes=2**16, fp8=True)
     assert row.values == {"% of ceiling": pytest.approx(50), "% of copy": pytest.approx(50)}
     assert setting.row("up", "bad", refusal="wrong", flops=1.0).values == {}
 
 
-def test_rows_survive_json(tmp_path):
+def test_rows_round_trip_through_json(tmp_path):
     path = tmp_path / "up.json"
-    old, new = {"time": "1", "torch": "2"}, {"time": "2", "torch": "2"}
-    common.append_json(path, old, [asdict(Row("up", "old"))])
+    old_header, new_header = {"time": "1", "torch": "2"}, {"time": "2", "torch": "2"}
+    common.append_json(path, old_header, [asdict(Row("up", "old"))])
     for row in example_rows():
-        common.append_json(path, new, [asdict(row)])
+        common.append_json(path, new_header, [asdict(row)])
     facts, rows = report.read_json(path)
-    assert facts == new
+    assert facts == new_header
     assert rows == example_rows()
 
 
-def options(**given):
+def report_options(**changes):
     default = {
         "json": None, "plot": None, "seed": 0, "commit": None, "compile": False, "samples": 3,
     }  # fmt: skip
-    return argparse.Namespace(**{**default, **given})
+    return argparse.Namespace(**{**default, **changes})
 
 
-def test_rows_are_told_and_written_one_by_one(setting, tmp_path, capsys):
+def test_rows_are_printed_and_written_one_by_one(setting, tmp_path, capsys):
     path = tmp_path / "up.json"
-    written = []
+    lines_before_row = []
 
     def rows(setting, options):
         for row in example_rows():
-            written.append(len(path.read_text().splitlines()) if path.exists() else 0)
+            lines_before_row.append(len(path.read_text().splitlines()) if path.exists() else 0)
             yield row
 
     subject = Subject("up", "Up", "Up.", COLUMNS, rows)
-    found = report.measure(subject, setting, options(json=path), {"torch": "2"})
-    assert found == example_rows()
-    assert written == [0, 1, 2]
+    measured = report.measure(subject, setting, report_options(json=path), {"torch": "2"})
+    assert measured == example_rows()
+    assert lines_before_row == [0, 1, 2]
     out, err = capsys.readouterr()
     assert "- torch: 2\n\nup\n\n| implementation" in out
     assert "up | up | bad: wrong: y 3.0 dB, below 20 dB" in err
-    facts, read = report.read_json(path)
-    assert read == found
+    facts, rows_read = report.read_json(path)
+    assert rows_read == measured
     assert set(facts) == {"time", "torch"}
 
 
@@ -129,7 +129,7 @@ second
     )
 
 
-BY_HAND = """\
+RESULTS_PAGE = """\
 # Results
 
 ## GEMM
@@ -151,46 +151,48 @@ linear numbers
 
 
 def test_a_section_is_replaced_and_remarks_stay():
-    text = report.replace_section(BY_HAND, "gemm", "GEMM", r"new \1 numbers")
+    text = report.replace_section(RESULTS_PAGE, "gemm", "GEMM", r"new \1 numbers")
     assert "old numbers" not in text
-    for kept in ("Before.", "After: a loss, and its cause.", "linear numbers", r"new \1 numbers"):
-        assert text.count(kept) == 1
+    for part in ("Before.", "After: a loss, and its cause.", "linear numbers", r"new \1 numbers"):
+        assert text.count(part) == 1
     assert text.index("Before.") < text.index("new") < text.index("After:")
     assert report.replace_section(text, "gemm", "GEMM", r"new \1 numbers") == text
 
 
 def test_a_new_section_is_added_at_the_end():
-    text = report.replace_section(BY_HAND, "mlp", "MLP", "mlp numbers")
-    assert text.startswith(BY_HAND.rstrip())
+    text = report.replace_section(RESULTS_PAGE, "mlp", "MLP", "mlp numbers")
+    assert text.startswith(RESULTS_PAGE.rstrip())
     assert text.endswith(
         "## MLP\n\n<!-- begin benchmarks.mlp -->\n\nmlp numbers\n\n<!-- end benchmarks.mlp -->\n"
     )
 
 
 @pytest.mark.parametrize(
-    "broken", ["<!-- end benchmarks.gemm -->", "<!-- begin benchmarks.gemm -->"]
+    "comment", ["<!-- end benchmarks.gemm -->", "<!-- begin benchmarks.gemm -->"]
 )
-def test_broken_comments_are_not_guessed_at(broken):
-    text = BY_HAND.replace("<!-- end benchmarks.gemm -->", broken * 2, 1)
+def test_broken_section_comments_are_an_error(comment):
+    text = RESULTS_PAGE.replace("<!-- end benchmarks.gemm -->", comment * 2, 1)
     with pytest.raises(ValueError, match="must stand in this order, once each"):
         report.replace_section(text, "gemm", "GEMM", "new")
 
 
 def test_results_have_comments_for_subjects_only():
-    text = everything.RESULTS.read_text()
-    begun = [line.split(".")[1].split()[0] for line in text.splitlines() if "<!-- begin" in line]
-    assert len(begun) > 3
-    assert set(begun) <= set(everything.SUBJECTS)
-    for name in begun:  # raises if one is broken
+    text = benchmark_command.RESULTS.read_text()
+    section_names = [
+        line.split(".")[1].split()[0] for line in text.splitlines() if "<!-- begin" in line
+    ]
+    assert len(section_names) > 3
+    assert set(section_names) <= set(benchmark_command.SUBJECTS)
+    for name in section_names:  # raises if a comment is broken
         assert report.replace_section(text, name, "", "new") != text
 
 
-@pytest.mark.parametrize("name", everything.SUBJECTS)
+@pytest.mark.parametrize("name", benchmark_command.SUBJECTS)
 def test_every_subject_has_its_modules_name(name):
-    subject = everything.subject(name)
+    subject = benchmark_command.subject(name)
     assert subject.name == name
     assert subject.doc.count(f"benchmarks.{name}") >= 1
-    titles = [everything.subject(other).title for other in everything.SUBJECTS]
+    titles = [benchmark_command.subject(other).title for other in benchmark_command.SUBJECTS]
     assert titles.count(subject.title) == 1
 
 
@@ -203,8 +205,8 @@ def write_gemm(folder):
 def test_results_are_rewritten_from_json(tmp_path):
     write_gemm(tmp_path)
     results = tmp_path / "RESULTS.md"
-    results.write_text(BY_HAND)
-    assert everything.main(["--from", str(tmp_path), "--results", str(results)]) == 0
+    results.write_text(RESULTS_PAGE)
+    assert benchmark_command.main(["--from", str(tmp_path), "--results", str(results)]) == 0
     text = results.read_text()
     assert "| row, fast      | 2.000 (2.000-2.000) |" in text
     assert "- commit: abc" in text
@@ -212,42 +214,42 @@ def test_results_are_rewritten_from_json(tmp_path):
     assert "linear numbers" in text  # there is no linear.json
 
 
-def test_results_elsewhere_begin_as_a_copy(tmp_path):
+def test_results_at_a_new_path_start_as_a_copy(tmp_path):
     write_gemm(tmp_path)
     results = tmp_path / "new" / "RESULTS.md"
-    assert everything.rewrite(results, "gemm", tmp_path / "gemm.json")
+    assert benchmark_command.rewrite(results, "gemm", tmp_path / "gemm.json")
     assert "row, fast" in results.read_text()
     assert "## Training loss" in results.read_text()
 
 
-def test_each_subject_runs_in_a_process_of_its_own(tmp_path, monkeypatch):
+def test_each_subject_runs_in_its_own_process(tmp_path, monkeypatch):
     results = tmp_path / "RESULTS.md"
-    results.write_text(BY_HAND)
-    ran = []
+    results.write_text(RESULTS_PAGE)
+    commands = []
 
-    def run(words, **rest):
-        ran.append(words)
+    def fake_run(words, **keywords):
+        commands.append(words)
         if "benchmarks.gemm" in words:
             write_gemm(tmp_path)
         return argparse.Namespace(returncode=int("benchmarks.linear" in words))
 
-    monkeypatch.setattr(everything.subprocess, "run", run)
-    given = ["--only", "gemm,linear,accuracy,fsdp", "--compile", "--plot", str(tmp_path)]
-    given += ["--json", str(tmp_path), "--results", str(results), "--commit", "abc"]
-    assert everything.main(given) == 1  # linear failed
-    assert [words[0] for words in ran] == [sys.executable] * 4
-    assert "--compile" in ran[0]
-    assert ran[0][ran[0].index("--json") + 1] == str(tmp_path / "gemm.json")
-    assert ran[0][ran[0].index("--commit") + 1] == "abc"
-    assert "--compile" not in ran[2]  # accuracy has nothing to compile
-    assert "torch.distributed.run" in ran[3]
+    monkeypatch.setattr(benchmark_command.subprocess, "run", fake_run)
+    arguments = ["--only", "gemm,linear,accuracy,fsdp", "--compile", "--plot", str(tmp_path)]
+    arguments += ["--json", str(tmp_path), "--results", str(results), "--commit", "abc"]
+    assert benchmark_command.main(arguments) == 1  # linear failed
+    assert [words[0] for words in commands] == [sys.executable] * 4
+    assert "--compile" in commands[0]
+    assert commands[0][commands[0].index("--json") + 1] == str(tmp_path / "gemm.json")
+    assert commands[0][commands[0].index("--commit") + 1] == "abc"
+    assert "--compile" not in commands[2]  # accuracy compiles nothing
+    assert "torch.distributed.run" in commands[3]
     assert "row, fast" in results.read_text()
     assert "linear numbers" in results.read_text()
 
 
-def test_subjects_take_the_options_that_they_are_given():
-    given = options(compile=True, plot="plots", commit="abc")
-    words = everything.command("gemm", given, "gemm.json", 0)
+def test_options_are_passed_on_to_subjects():
+    arguments = report_options(compile=True, plot="plots", commit="abc")
+    words = benchmark_command.command("gemm", arguments, "gemm.json", 0)
     parser = common.new_parser("")
     report.add_options(parser)
     gemm.SUBJECT.add_options(parser)
@@ -257,11 +259,11 @@ def test_subjects_take_the_options_that_they_are_given():
 
 def test_an_unknown_subject_is_named(capsys):
     with pytest.raises(SystemExit):
-        everything.main(["--only", "gemm,gem"])
+        benchmark_command.main(["--only", "gemm,gem"])
     assert "got gem" in capsys.readouterr().err
 
 
-def test_header_leaves_out_what_is_written(monkeypatch):
+def test_header_omits_the_output_options(monkeypatch):
     argv = ["benchmarks/gemm.py", "--json", "/tmp/x.json", "--layer", "up", "--commit", "abc"]
     monkeypatch.setattr(sys, "argv", argv)
     facts = common.header("abc")
@@ -273,16 +275,16 @@ def test_plot_has_a_bar_for_each_time(tmp_path, monkeypatch):
     plt = pytest.importorskip("matplotlib.pyplot")
     bars = []
     monkeypatch.setattr(
-        "matplotlib.axes.Axes.barh", lambda self, y, width, **rest: bars.append(width)
+        "matplotlib.axes.Axes.barh", lambda self, y, width, **keywords: bars.append(width)
     )
     path = tmp_path / "plots" / "up.png"
     report.save_plot(Subject("up", "Up", "", COLUMNS, lambda s, o: ()), example_rows(), path)
-    assert bars == [2.0, 4.0]  # the refused one has none
+    assert bars == [2.0, 4.0]  # the refused row has no bar
     assert path.stat().st_size > 0
     assert plt.get_fignums() == []
 
 
-def test_json_of_rows_is_plain():
+def test_rows_as_dicts_are_plain_json():
     row = asdict(example_rows()[1])
     assert json.loads(json.dumps(row))["targets"][0] == {
         "quantity": "x floor", "relation": "<=", "bound": 1.04,

@@ -1,4 +1,4 @@
-"""The comparison of ways to save, in a small layer on a CPU, without compiling."""
+"""The comparison of ways to save activations, with a small layer on a CPU, not compiled."""
 
 import re
 
@@ -11,8 +11,8 @@ from benchmarks.models import LayerSize
 
 def test_every_way_to_save_is_compared_with_fp8():
     size = LayerSize(D=64, H=4, G=2, F=96, batch=1, sequence=32)
-    how = {"seconds": 0.01, "rounds": 1, "compiled": False}
-    lines = [*saving.compare(size, ["current"], torch.device("cpu"), **how)]
+    options = {"seconds": 0.01, "rounds": 1, "compiled": False}
+    lines = [*saving.compare(size, ["current"], torch.device("cpu"), **options)]
     names = [line[:24].strip() for line in lines]
     assert names == ["bfloat16", "current, fp8", "current, recompute"]
     assert all(re.search(r" ms  (nan|[0-9.]+)$", line) for line in lines)
@@ -21,18 +21,18 @@ def test_every_way_to_save_is_compared_with_fp8():
 
 
 def test_a_wrong_layer_is_refused(monkeypatch):
-    def wrong(layer, names):
+    def wrong_candidates(layer, names):
         torch.nn.init.zeros_(layer.down.weight)
         yield "wrong", layer
 
     monkeypatch.setattr(saving, "compile_layers", lambda module: None)
-    monkeypatch.setattr(saving, "candidates", wrong)
+    monkeypatch.setattr(saving, "candidates", wrong_candidates)
     size = LayerSize(D=64, H=4, G=2, F=96, batch=1, sequence=32)
     (line,) = saving.compare(size, [], torch.device("cpu"), seconds=0.01, rounds=1)
     assert "wrong: " in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures there")
-def test_it_needs_a_gpu():
+def test_saving_needs_a_gpu():
     with pytest.raises(SystemExit):
         saving.main([])

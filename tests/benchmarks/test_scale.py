@@ -1,4 +1,4 @@
-"""Predictions for many GPUs against every row of RESULTS.md."""
+"""Predictions for many GPUs are compared with every row of RESULTS.md."""
 
 import pytest
 
@@ -6,14 +6,17 @@ from benchmarks import scale
 from docs.make_performance import RESULTS
 
 TOLERANCE = 0.10
-BEYOND = {
+EXCEPTIONS = {
     ("16384 x 4096 -> 4096", "delayed, compile"),
     ("train_fsdp.py", "FP8: peak of"),
     ("4096 x 14336, contraction 16384", "row, precise"),
 }
-"""A small layer whose GPU waited for the host, as its clock in RESULTS.md says; memory from before
-layers computed casts again in place of keeping them; and a GEMM whose table is of an H100, where
-those by rows take 5 to 11 % longer than an H200's layers tell."""
+"""Rows beyond the tolerance: a layer, memory and a GEMM.
+
+The GPU of a small layer waited for the host, as its clock in RESULTS.md shows. The memory was
+measured before layers repeated casts in place of keeping them. The table of the GEMM is of an H100,
+where rowwise GEMMs take 5 to 11 % longer than the layers of an H200 imply.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -21,27 +24,29 @@ def rows():
     return list(scale.compared(RESULTS.read_text()))
 
 
-def test_every_row_is_predicted_within_10_percent_or_says_why_not(rows):
-    wrong = [
-        (one.table, one.row, one.measured, one.predicted)
-        for one in rows
-        if abs(one.error) > TOLERANCE and (one.table.rpartition(": ")[2], one.row) not in BEYOND
+def test_every_row_is_predicted_within_10_percent_or_has_a_reason(rows):
+    beyond_tolerance = [
+        (row.table, row.row, row.measured, row.predicted)
+        for row in rows
+        if abs(row.error) > TOLERANCE and (row.table.rpartition(": ")[2], row.row) not in EXCEPTIONS
     ]
-    assert not wrong
-    silent = [(one.table, one.row) for one in rows if one.predicted is None and not one.why_not]
-    assert not silent, "benchmarks/scale.py must predict these rows, or say why not"
+    assert not beyond_tolerance
+    without_reason = [
+        (row.table, row.row) for row in rows if row.predicted is None and not row.why_not
+    ]
+    assert not without_reason, "benchmarks/scale.py must predict these rows, or say why not"
 
 
-def test_every_section_that_can_be_predicted_is(rows):
-    sections = {one.table.partition(":")[0] for one in rows if one.predicted is not None}
+def test_every_predictable_section_has_predicted_rows(rows):
+    sections = {row.table.partition(":")[0] for row in rows if row.predicted is not None}
     assert sections >= {*scale.ROWS, "fsdp", "memory", "train_fsdp.py"}
 
 
-def test_the_table_that_is_printed(capsys):
+def test_main_prints_the_table(capsys):
     assert scale.main() == 0
-    out = capsys.readouterr().out
-    assert "converted, current, compile" in out
-    assert "rows are not predicted: another library's\n" in out
+    output = capsys.readouterr().out
+    assert "converted, current, compile" in output
+    assert "rows are not predicted: another library's\n" in output
 
 
 def test_sustained_times_are_compared_with_sustained_predictions():
@@ -59,7 +64,7 @@ def test_sustained_times_are_compared_with_sustained_predictions():
 
 ## Jobs on a GPU
 """
-    alone, load, *others = scale.compared(table)
-    assert alone.predicted < load.predicted
-    assert load.measured == 24.6
-    assert [one.why_not for one in others] == [scale.OTHERS] * 2
+    isolated, sustained, *unpredicted = scale.compared(table)
+    assert isolated.predicted < sustained.predicted
+    assert sustained.measured == 24.6
+    assert [row.why_not for row in unpredicted] == [scale.OTHERS] * 2

@@ -1,4 +1,4 @@
-"""Each subject on a CPU and tiny sizes: everything but the speed of a GPU."""
+"""Each subject of the benchmarks on a CPU with tiny sizes, without the speed of a GPU."""
 
 import gc
 import math
@@ -39,7 +39,7 @@ from float8lab import recipes
 
 TINY = LinearShape("tiny", 64, 48, 32)
 LAYER = LayerSize(D=64, H=4, G=2, F=96, batch=2, sequence=32)
-FLOORED = [name for name in RECIPES if name != "mx"]  # which has no FP8 GEMM
+RECIPES_WITH_FLOOR = [name for name in RECIPES if name != "mx"]  # mx has no FP8 GEMM
 GPU_SUBJECTS = (
     advise, attention, decode, gemm, layer, linear, memory, mlp, model, norm_linear, overhead,
     permute, power, quantize,
@@ -47,30 +47,30 @@ GPU_SUBJECTS = (
 
 
 @pytest.fixture
-def few(setting):
-    """The setting with the recipes that differ most."""
+def few_recipes(setting):
+    """The setting with the two recipes that differ most."""
     setting.recipes = ("delayed", "block")
     return setting
 
 
 @pytest.fixture(autouse=True)
-def compiled(monkeypatch):
-    """The modules that were to be compiled, and are not.
+def modules_to_compile(monkeypatch):
+    """The modules that should be compiled; they are recorded instead.
 
     Inductor takes seconds for each, also for baselines that are always compiled, and compiled
-    layers have tests of their own.
+    layers have their own tests.
     """
     modules = []
     monkeypatch.setattr(nn.Module, "compile", lambda self: modules.append(self))
     return modules
 
 
-def check(subject, rows, *, timed=True):
-    """No row is refused; each has a time, if there are any, and a line in its case's table."""
+def assert_accepted(subject, rows, *, has_times=True):
+    """Assert that rows are accepted, have times or none, and have a line in their case's table."""
     refused = {row.name: row.refusal for row in rows if row.refusal is not None}
     assert refused == {}
     for row in rows:
-        assert bool(row.ms) == timed
+        assert bool(row.ms) == has_times
         assert not any(math.isnan(db) for db in row.sqnr_db.values())
     for case in dict.fromkeys(row.case for row in rows):
         members = [row for row in rows if row.case == case]
@@ -83,9 +83,9 @@ def names(rows):
     return {row.name for row in rows}
 
 
-def test_gemm(setting):
+def test_gemm_has_rows_of_each_shape_and_backend(setting):
     rows = list(gemm.rows(setting, [TINY]))
-    check(gemm.SUBJECT, rows)
+    assert_accepted(gemm.SUBJECT, rows)
     assert list(dict.fromkeys(row.case.split(":")[0] for row in rows)) == [
         "tiny, fprop", "tiny, dgrad", "tiny, wgrad",
     ]  # fmt: skip
@@ -97,38 +97,38 @@ def test_gemm(setting):
     assert all(row.values["% of ceiling"] > 0 for row in rows)
 
 
-def test_gemm_refuses_a_wrong_product(setting, monkeypatch):
-    right = gemm.GemmOperands.multiply
-    monkeypatch.setattr(gemm.GemmOperands, "multiply", lambda self: right(self) * 1.1)
+def test_gemm_refuses_a_wrong_result(setting, monkeypatch):
+    multiply = gemm.GemmOperands.multiply
+    monkeypatch.setattr(gemm.GemmOperands, "multiply", lambda self: multiply(self) * 1.1)
     rows = list(gemm.rows(setting, [TINY]))
     assert all(row.refusal.startswith("wrong: y ") for row in rows)
     assert all(row.ms == () for row in rows)
 
 
-def test_sustained_steps_of_modules(setting):
+def test_sustained_times_are_in_rows_and_table(setting):
     setting.sustained = partial(common.time_sustained, seconds=0.01, rounds=2)
-    setting.names = ("current",)  # and the baseline
+    setting.names = ("current",)  # also the baseline
     rows = list(linear.rows(setting, [TINY]))
     assert [row.name for row in rows] == ["bfloat16, eager", "current, eager"]
     base, fp8 = rows
     assert fp8.values["sustained ms"] > 0
-    printed = report.tabulate(linear.SUBJECT.columns, rows)
-    assert "x bf16, sustained" in printed
+    table = report.tabulate(linear.SUBJECT.columns, rows)
+    assert "x bf16, sustained" in table
     ratio = base.values["sustained ms"] / fp8.values["sustained ms"]
-    assert f"{ratio:.2f}" in printed
+    assert f"{ratio:.2f}" in table
 
 
-def test_linear(setting):
+def test_linear_has_a_row_for_each_recipe(setting):
     rows = list(linear.rows(setting, [TINY]))
-    check(linear.SUBJECT, rows)
+    assert_accepted(linear.SUBJECT, rows)
     assert [row.name for row in rows if row.baseline] == ["bfloat16, eager"]
     assert names(rows) == {f"{name}, eager" for name in ("bfloat16", *RECIPES)}
     for row in rows[1:]:
-        assert (row.floor_ms is not None) == (row.name.split(",")[0] in FLOORED)
+        assert (row.floor_ms is not None) == (row.name.split(",")[0] in RECIPES_WITH_FLOOR)
         assert row.values["saved MB"] < rows[0].values["saved MB"]
 
 
-def test_targets_of_the_linear_layers_are_on_their_own_shapes_only():
+def test_linear_layers_have_targets_only_for_their_own_shapes():
     shape = LinearShape("up", 16384, 4096, 14336)
     delayed = linear.targets(shape)["delayed, eager"]
     assert [(t.quantity, t.relation, t.bound) for t in delayed] == [
@@ -142,7 +142,7 @@ class _Halved(nn.Linear):
         return 0.5 * super().forward(x)
 
 
-def test_a_wrong_layer_gets_no_time(setting):
+def test_a_wrong_layer_is_not_timed(setting):
     problem = accuracy.make_problem(
         "gaussian", 64, 48, 32, seed=0, dtype=torch.bfloat16, device="cpu"
     )
@@ -173,7 +173,7 @@ def test_a_missing_gradient_is_a_wrong_answer(setting):
     assert row.refusal == "wrong: dW nan dB, below 20 dB"
 
 
-def test_a_failing_candidate_is_a_row_that_says_so(setting):
+def test_a_failing_candidate_is_a_row_with_the_error(setting):
     def fail():
         raise NotImplementedError("no such kernel\nand more")
 
@@ -183,15 +183,15 @@ def test_a_failing_candidate_is_a_row_that_says_so(setting):
     assert row.refusal == "failed: NotImplementedError: no such kernel"
 
 
-def test_saved_bytes_count_activations_and_not_parameters():
+def test_saved_bytes_count_activations_but_no_parameters():
     layer = nn.Linear(48, 32, bias=False, dtype=torch.bfloat16)
     x = torch.randn(64, 48, dtype=torch.bfloat16)
     assert linear.saved_bytes(layer, x) == x.numel() * 2
-    kept = linear.Memory.measure(linear.saved_bytes, layer, x)
-    assert kept == linear.Memory(activations=x.numel() * 2, constant=0)
+    measured = linear.Memory.measure(linear.saved_bytes, layer, x)
+    assert measured == linear.Memory(activations=x.numel() * 2, constant=0)
 
 
-def test_train_step_replaces_gradients_and_renews_weights():
+def test_train_step_replaces_gradients_and_updates_weights():
     layer = nn.Linear(8, 8, bias=False)
     x, dy = torch.randn(4, 8).requires_grad_(), torch.randn(4, 8)
     version = layer.weight._version
@@ -202,37 +202,37 @@ def test_train_step_replaces_gradients_and_renews_weights():
 
 
 @pytest.mark.parametrize("jagged", [False, True], ids=["balanced", "jagged"])
-def test_grouped(setting, jagged):
+def test_grouped_has_rows_of_each_recipe(setting, jagged):
     shape = grouped.Experts(96, 3, 64, 48, jagged)
     assert sum(shape.sizes()) == 96
     rows = list(grouped.rows(setting, [shape]))
-    check(grouped.SUBJECT, rows)
+    assert_accepted(grouped.SUBJECT, rows)
     assert names(rows) >= {"bfloat16, torch._grouped_mm", "delayed, eager", "block, eager"}
 
 
-def test_experts(few):
-    rows = list(experts.rows(few, "tiny", experts.Layer(40, 4, 2, 64, 48), own_bf16=True))
-    check(experts.SUBJECT, rows)
+def test_experts_has_rows_of_each_recipe(few_recipes):
+    rows = list(experts.rows(few_recipes, "tiny", experts.Layer(40, 4, 2, 64, 48), own_bf16=True))
+    assert_accepted(experts.SUBJECT, rows)
     assert names(rows) >= {"bfloat16, ExpertMLP", "delayed, eager", "block, eager"}
-    few.sustained = partial(common.time_sustained, seconds=1e-6, rounds=1)
-    few.recipes = "block", "rowwise"
-    rows = list(experts.rows(few, "tiny", experts.Layer(40, 4, 2, 64, 48)))
-    check(experts.SUBJECT, rows)
+    few_recipes.sustained = partial(common.time_sustained, seconds=1e-6, rounds=1)
+    few_recipes.recipes = "block", "rowwise"
+    rows = list(experts.rows(few_recipes, "tiny", experts.Layer(40, 4, 2, 64, 48)))
+    assert_accepted(experts.SUBJECT, rows)
     assert [row.name for row in rows[::2]] == ["bfloat16, torch._grouped_mm"] * 2
     assert len({row.case for row in rows}) == 2
     assert all(row.values["sustained ms"] > 0 for row in rows)
 
 
-def test_norm_linear(setting):
+def test_norm_linear_has_a_row_for_each_recipe(setting):
     rows = list(norm_linear.rows(setting, [TINY]))
-    check(norm_linear.SUBJECT, rows)
+    assert_accepted(norm_linear.SUBJECT, rows)
     assert {f"LayerNormLinear, {name}, eager" for name in RECIPES} < names(rows)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_mlp(setting, activation):
+def test_mlp_has_a_row_for_each_recipe(setting, activation):
     rows = list(mlp.rows(setting, [mlp.MlpSize(48, 96, 64, activation)]))
-    check(mlp.SUBJECT, rows)
+    assert_accepted(mlp.SUBJECT, rows)
     assert {f"LayerNormMLP, {name}, eager" for name in RECIPES} < names(rows)
 
 
@@ -244,11 +244,11 @@ def test_mlp(setting, activation):
     ],
     ids=str,
 )  # fmt: skip
-def test_attention(few, fields, scores):
-    few.recipes = ("delayed", "current", "block")
+def test_attention_has_rows_and_flops_of_its_mask(few_recipes, fields, scores):
+    few_recipes.recipes = ("delayed", "current", "block")
     size = attention.AttentionSize(2, 40, H=2, D=16, **fields)
-    rows = list(attention.rows(few, [size]))
-    check(attention.SUBJECT, rows)
+    rows = list(attention.rows(few_recipes, [size]))
+    assert_accepted(attention.SUBJECT, rows)
     assert names(rows) == {
         "math bfloat16", "DotProductAttention, bfloat16",
         "DotProductAttention, FP8 delayed", "DotProductAttention, FP8 current",
@@ -257,36 +257,40 @@ def test_attention(few, fields, scores):
     assert not any(row.refusal for row in rows)
 
 
-def test_compiled_attention(few, compiled):
-    few.recipes, few.compile = ("delayed",), True
-    rows = list(attention.rows(few, [attention.AttentionSize(2, 40, H=2, D=16)]))
-    check(attention.SUBJECT, rows)
-    ours = {"DotProductAttention, bfloat16", "DotProductAttention, FP8 delayed"}
-    assert names(rows) == {"math bfloat16", *ours, *(f"{name}, compile" for name in ours)}
-    assert len(compiled) == 2
+def test_attention_has_rows_of_compiled_modules(few_recipes, modules_to_compile):
+    few_recipes.recipes, few_recipes.compile = ("delayed",), True
+    rows = list(attention.rows(few_recipes, [attention.AttentionSize(2, 40, H=2, D=16)]))
+    assert_accepted(attention.SUBJECT, rows)
+    attention_names = {"DotProductAttention, bfloat16", "DotProductAttention, FP8 delayed"}
+    assert names(rows) == {
+        "math bfloat16",
+        *attention_names,
+        *(f"{name}, compile" for name in attention_names),
+    }
+    assert len(modules_to_compile) == 2
 
 
-def test_exact_attention_is_autograds():
+def test_exact_attention_has_the_gradients_of_autograd():
     size = attention.AttentionSize(2, 24, H=3, D=8, window=5)
     problem = attention.Problem.make(size, torch.Generator().manual_seed(0))
     q, k, v = (x.double().requires_grad_() for x in problem[:3])
     out = attention.Sdpa(torch.nn.attention.SDPBackend.MATH, size)(q, k, v)
     out.backward(problem.dout.double().flatten(2))
-    right = {"y": out.view(2, 24, 3, 8), "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    gate = common.Gate({name: t.detach() for name, t in right.items()}, 100.0)
+    gradients = {"y": out.view(2, 24, 3, 8), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    gate = common.Gate({name: t.detach() for name, t in gradients.items()}, 100.0)
     assert gate.admits(attention.exact(problem, size.hidden(torch.device("cpu"))))
 
 
-def test_layer(few):
-    rows = list(layer.rows(few, LAYER))
-    check(layer.SUBJECT, rows)
+def test_layer_has_rows_of_modules_and_converted_layers(few_recipes):
+    rows = list(layer.rows(few_recipes, LAYER))
+    assert_accepted(layer.SUBJECT, rows)
     assert [row.name for row in rows if row.baseline] == ["plain bfloat16, compile"]
     assert {"TransformerLayer, block, eager", "converted, delayed, eager"} < names(rows)
     by_name = {row.name: row for row in rows}
     auto = by_name.pop("converted, auto, eager")
     assert auto.floor_ms is None
     assert all(row.floor_ms > 0 for row in by_name.values())
-    best = min(by_name[f"converted, {name}, eager"].median for name in few.recipes)
+    best = min(by_name[f"converted, {name}, eager"].median for name in few_recipes.recipes)
     assert auto.values["x best recipe"] == best / auto.median
 
 
@@ -305,20 +309,20 @@ def test_auto_is_compared_with_the_fastest_recipe_of_its_mode():
         "converted, auto, eager": {"x best recipe": 4 / 3},
         "converted, auto, compile": {"x best recipe": 6 / 8},
     }
-    assert list(layer.compare_auto(rows[5:6])) == rows[5:6]  # nothing to compare with
+    assert list(layer.compare_auto(rows[5:6])) == rows[5:6]  # there is nothing to compare with
 
 
-def test_targets_of_the_layer_name_candidates(setting, monkeypatch):
+def test_targets_of_the_layer_are_names_of_candidates(setting, monkeypatch):
     setting.compile, setting.recipes = True, tuple(RECIPES)
     plain = layer.plain_layer(LAYER, setting.device)
-    made = {candidate.name for candidate in layer.candidates(setting, plain, LAYER)}
-    assert layer.TARGETS.keys() <= made
+    names_of_candidates = {candidate.name for candidate in layer.candidates(setting, plain, LAYER)}
+    assert layer.TARGETS.keys() <= names_of_candidates
 
 
-def test_model(few):
-    few.wall = lambda fn: common.time_wall(fn, warm_up=1, samples=2, calls=3)
-    rows = list(model.rows(few, LAYER, layers=2))
-    check(model.SUBJECT, rows)
+def test_model_has_rows_whose_loss_decreases(few_recipes):
+    few_recipes.wall = lambda fn: common.time_wall(fn, warm_up=1, samples=2, calls=3)
+    rows = list(model.rows(few_recipes, LAYER, layers=2))
+    assert_accepted(model.SUBJECT, rows)
     assert rows[0].baseline
     assert {"TransformerLayer, block, eager", "converted, delayed, eager"} < names(rows)
     assert "converted, auto, eager" in names(rows)
@@ -327,19 +331,19 @@ def test_model(few):
         assert row.values["tokens/s"] == pytest.approx(64 / row.median * 1e3)
 
 
-def test_permute(setting):
+def test_permute_has_rows_of_each_step_of_moe_routing(setting):
     rows = list(permute.rows(setting, "tiny", permute.MoeShape(24, 8, 2, 128, "sigmoid", 4, 2)))
-    check(permute.SUBJECT, rows)
+    assert_accepted(permute.SUBJECT, rows)
     assert names(rows) >= {"copy", "permute, FP8 1x128", "unpermute", "route backward"}
     assert {"moe_permute, mask", "torch: index_select"} < names(rows)
 
 
-def test_decode(setting):
+def test_decode_has_the_bytes_of_the_cache(setting):
     rows = list(decode.rows(setting, 2, 24, 8))
-    check(decode.SUBJECT, rows)
-    others = 2 * 2 * 32 * 128 * 2 + 6 * 4 + 6 * 4  # queries, outputs, table, sequences
-    moved = [2 * 24 * 2 * 8 * vector + others for vector in (256, 132, 132)]
-    assert [row.bytes for row in rows] == moved
+    assert_accepted(decode.SUBJECT, rows)
+    other_bytes = 2 * 2 * 32 * 128 * 2 + 6 * 4 + 6 * 4  # queries, outputs, table, sequences
+    bytes_moved = [2 * 24 * 2 * 8 * vector + other_bytes for vector in (256, 132, 132)]
+    assert [row.bytes for row in rows] == bytes_moved
 
 
 @pytest.mark.parametrize(
@@ -356,14 +360,14 @@ def test_model_refuses_a_wrong_loss(first, last, refusal):
     assert model.wrong_loss(first, last, {"first loss": 10.0, "last loss": 4.0}) == refusal
 
 
-def test_overhead(few):
+def test_overhead_has_rows_of_linear_autocast_and_gpt(few_recipes):
     rows = [
-        *overhead.linear_rows(few),
-        *overhead.autocast_rows(few, (0, 2)),
-        *overhead.gpt_rows(few, overhead.GptSize(32, 2, 48, 1, 64, 2, 16)),
+        *overhead.linear_rows(few_recipes),
+        *overhead.autocast_rows(few_recipes, (0, 2)),
+        *overhead.gpt_rows(few_recipes, overhead.GptSize(32, 2, 48, 1, 64, 2, 16)),
     ]
-    check(overhead.SUBJECT, [row for row in rows if row.ms])
-    check(overhead.SUBJECT, [row for row in rows if not row.ms], timed=False)
+    assert_accepted(overhead.SUBJECT, [row for row in rows if row.ms])
+    assert_accepted(overhead.SUBJECT, [row for row in rows if not row.ms], has_times=False)
     assert [row.case.split(",")[0] for row in rows[::3][:1]] == ["Linear 128 -> 128"]
     layer = rows[1].values
     assert layer["both, of bf16 both"] == pytest.approx(
@@ -394,7 +398,7 @@ def test_auto_leaves_the_small_gpt_of_overhead_in_bfloat16(mode):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # the profiler's and the attention backends' own
+@pytest.mark.filterwarnings("ignore")  # warnings of the profiler and of the attention backends
 @pytest.mark.parametrize(
     ("program", "argv"),
     [
@@ -415,8 +419,8 @@ def test_subjects_run_on_a_gpu(program, argv, tmp_path):
     path = tmp_path / "rows.json"
     rows = program.main([*argv, "--samples", "4", "--json", str(path)])
     assert {row.name: row.refusal for row in rows if row.refusal is not None} == {}
-    facts, read = report.read_json(path)
-    assert read == rows
+    facts, rows_read = report.read_json(path)
+    assert rows_read == rows
     assert {"GPU", "copy", "ceiling"} <= facts.keys()
     for row in rows:
         assert row.floor_ms is None or row.floor_ms > 0
@@ -424,29 +428,29 @@ def test_subjects_run_on_a_gpu(program, argv, tmp_path):
             assert row.values["launches"] >= 2
 
 
-def test_counting_saved_bytes_leaves_nothing_behind():
+def test_saved_bytes_keeps_no_reference_to_the_layer():
     layer = float8lab.TransformerLayer(16, 32, 2, self_attn_mask_type="causal", device="cpu")
-    alive = [weakref.ref(parameter) for parameter in layer.parameters()]
+    references = [weakref.ref(parameter) for parameter in layer.parameters()]
     assert linear.saved_bytes(layer, torch.randn(4, 2, 16)) > 0
     del layer
     gc.collect()
-    assert not any(parameter() is not None for parameter in alive)
+    assert not any(parameter() is not None for parameter in references)
 
 
 @pytest.mark.gpu
-def test_launches_are_counted():
+def test_count_launches_counts_kernels():
     x = torch.ones(1000, device="cuda")
     assert overhead.count_launches(lambda: x.mul_(2).add_(1)) == 2
 
 
-def test_memory(few):
-    few.recipes = ("delayed",)
-    rows = [*memory.rows(few, LAYER), *memory.stack_rows(few, LAYER, layers=2)]
-    rows += memory.growth_rows(few, LAYER, steps=(1, 2))
-    check(memory.SUBJECT, rows, timed=False)
+def test_memory_has_the_bytes_of_each_way_to_save(few_recipes):
+    few_recipes.recipes = ("delayed",)
+    rows = [*memory.rows(few_recipes, LAYER), *memory.stack_rows(few_recipes, LAYER, layers=2)]
+    rows += memory.growth_rows(few_recipes, LAYER, steps=(1, 2))
+    assert_accepted(memory.SUBJECT, rows, has_times=False)
     assert {"delayed, FP8 weights", "delayed, fp8_activation_input"} < names(rows)
     by_name = {row.name: row.values for row in rows if row.case.startswith("2 layers")}
-    # One byte an element, but for the norms and the scales.
+    # One byte per element, except in the norms and scales.
     weights = by_name["TransformerLayer, delayed"]["weights GB"]
     assert by_name["delayed, FP8 weights"]["weights GB"] == pytest.approx(weights / 2, rel=0.02)
     assert (
@@ -455,16 +459,16 @@ def test_memory(few):
     )
 
 
-def test_memory_of_compiled_layers(few, compiled):
-    few.recipes, few.compile = ("delayed",), True
-    rows = [*memory.rows(few, LAYER), *memory.stack_rows(few, LAYER, layers=2)]
-    check(memory.SUBJECT, rows, timed=False)
+def test_memory_has_rows_of_compiled_layers(few_recipes, modules_to_compile):
+    few_recipes.recipes, few_recipes.compile = ("delayed",), True
+    rows = [*memory.rows(few_recipes, LAYER), *memory.stack_rows(few_recipes, LAYER, layers=2)]
+    assert_accepted(memory.SUBJECT, rows, has_times=False)
     assert {"TransformerLayer, delayed, compile", "delayed, FP8 weights, compile"} < names(rows)
     assert "plain, converted, delayed, compile" in names(rows)
-    assert len(compiled) == 4 + 3 * 2  # with the plain one, of one layer and of two
+    assert len(modules_to_compile) == 4 + 3 * 2  # with the plain layer, of one layer and of two
 
 
-def test_growth_is_what_the_allocator_has_more(monkeypatch):
+def test_growth_is_the_increase_of_allocated_memory(monkeypatch):
     class Allocator:
         cuda = True
         bytes = 5e6
@@ -484,10 +488,10 @@ def test_growth_is_what_the_allocator_has_more(monkeypatch):
 
     monkeypatch.setattr(memory, "_Allocator", Allocator)
     data = torch.randn(2, 4, 8).unbind()
-    found = memory.growth(nn.Linear(8, 8), data, (1, 3))
-    assert found == {"growth MB": 1.0, "growth of peak MB": 3.0}
+    result = memory.growth(nn.Linear(8, 8), data, (1, 3))
+    assert result == {"growth MB": 1.0, "growth of peak MB": 3.0}
     target = report.Target("growth MB", "<=", 0.0)
-    assert target.describe(found["growth MB"]) == "growth MB <= 0 missed"
+    assert target.describe(result["growth MB"]) == "growth MB <= 0 missed"
 
 
 @pytest.mark.parametrize("case", list(quantize.cases(torch.randn(64, 128))), ids=lambda c: c.name)
@@ -496,29 +500,29 @@ def test_cast_cases_equal_their_references(case):
     assert case.bytes_moved(case.run()) > 0
 
 
-def test_quantize_of_sources(setting):
+def test_quantize_has_the_bytes_of_prologues(setting):
     rows = list(quantize.source_rows(setting, 64, 128, 96, torch.bfloat16))
-    check(quantize.SUBJECT, rows)
-    moved = {(row.case.split(",")[0], row.name): row.bytes for row in rows}
-    # Bytes an element, and some statistics and scales.
+    assert_accepted(quantize.SUBJECT, rows)
+    bytes_moved = {(row.case.split(",")[0], row.name): row.bytes for row in rows}
+    # Bytes per element, and some statistics and scales.
     for kind, name, count in (
         ("RMSNorm", "cast pair", 128 * 4),
         ("SwiGLU", "quantize pair tensor", 96 * 10),
         ("SwiGLU's gradient", "transpose 1x128", 192 * 4),
     ):
-        assert moved[kind, name] == pytest.approx(64 * count, rel=0.05)
+        assert bytes_moved[kind, name] == pytest.approx(64 * count, rel=0.05)
 
 
-def test_quantize(setting):
+def test_quantize_has_the_bytes_of_each_cast(setting):
     rows = list(quantize.rows(setting, [(64, 128)], torch.bfloat16))
-    check(quantize.SUBJECT, rows)
+    assert_accepted(quantize.SUBJECT, rows)
     assert quantize.TARGETS.keys() <= names(rows)
     elements = 64 * 128
-    moved = {row.name: row.bytes for row in rows}
-    # Bytes an element, and some scales.
+    bytes_moved = {row.name: row.bytes for row in rows}
+    # Bytes per element, and some scales.
     for name, count in {"cast pair": 4, "quantize pair tensor": 6, "quantize tensor": 5}.items():
-        assert moved[name] == pytest.approx(count * elements, rel=0.01)
-    assert moved["copy"] == 4 * elements
+        assert bytes_moved[name] == pytest.approx(count * elements, rel=0.01)
+    assert bytes_moved["copy"] == 4 * elements
 
 
 def test_cast_gate_refuses_one_wrong_byte(setting):
@@ -527,26 +531,28 @@ def test_cast_gate_refuses_one_wrong_byte(setting):
         wrong[0, 0] ^= 1
         return wrong.view(q.dtype)
 
-    good = next(case for case in quantize.cases(torch.randn(64, 128)) if case.name == "transpose")
-    bad = quantize.Case("bad", off_by_one, good.reference, good.arguments)
-    row = quantize.measure(setting, "64 x 128", bad)
+    transpose = next(
+        case for case in quantize.cases(torch.randn(64, 128)) if case.name == "transpose"
+    )
+    wrong_case = quantize.Case("bad", off_by_one, transpose.reference, transpose.arguments)
+    row = quantize.measure(setting, "64 x 128", wrong_case)
     assert row.refusal == f"wrong: output 0, 1 of {64 * 128} bytes"
     assert (row.ms, row.floor_ms) == ((), None)
 
 
 def test_casts_of_others_are_checked_by_their_values(setting):
     x = torch.randn(64, 128)
-    right = quantize.OtherCast(lambda: quantize.amax_and_cast, lambda r: r[0].float() * r[1])
-    row = quantize.measure_other(setting, "64 x 128", "plain", x, right)
+    right_cast = quantize.OtherCast(lambda: quantize.amax_and_cast, lambda r: r[0].float() * r[1])
+    row = quantize.measure_other(setting, "64 x 128", "plain", x, right_cast)
     assert row.refusal is None
     assert row.bytes == 64 * 128 * 5
-    wrong = right._replace(values=lambda r: r[0].float())
-    row = quantize.measure_other(setting, "64 x 128", "plain", x, wrong)
+    wrong_cast = right_cast._replace(values=lambda r: r[0].float())
+    row = quantize.measure_other(setting, "64 x 128", "plain", x, wrong_cast)
     assert row.refusal.startswith("wrong: values")
     assert row.ms == ()
 
 
-def test_bytes_of_casts():
+def test_cast_bytes_of_each_recipe():
     assert cast_bytes(None, 100) == 0
     assert cast_bytes(recipes.DelayedScaling(), 100) == 400
     assert cast_bytes(recipes.Float8BlockScaling(), 100) == 400
@@ -560,8 +566,8 @@ def test_floor_uses_the_recipes_own_gemms(setting):
     assert not gemms["dgrad"].fast_accum
     assert gemms["wgrad"].a.fp8_dtype == torch.float8_e5m2
     assert gemms_of_recipe(recipes.MXFP8BlockScaling()) is None
-    high = recipes.Float8CurrentScaling(override_linear_precision=(False, False, True))
-    assert gemms_of_recipe(high)["wgrad"].a is None
+    with_high_wgrad = recipes.Float8CurrentScaling(override_linear_precision=(False, False, True))
+    assert gemms_of_recipe(with_high_wgrad)["wgrad"].a is None
     timed = []
     setting.floor.time = lambda fn: timed.append(fn) or common.Timing((2.0,))
     assert setting.floor.gemms_ms([TINY], recipes.Float8CurrentScaling()) == 6.0
@@ -569,12 +575,12 @@ def test_floor_uses_the_recipes_own_gemms(setting):
     assert len(timed) == 3  # measured once
 
 
-def test_floor_of_a_linear_layer(setting):
+def test_floor_of_a_linear_layer_is_its_gemms_and_casts(setting):
     setting.floor.time = lambda fn: common.Timing((2.0,))
     setting.floor.copy_rate = 1e-9  # TB/s: 1000 bytes a second
     elements = 64 * 48 + 48 * 32 + 64 * 32
-    found = linear.floor_ms(setting.floor, TINY, recipes.Float8CurrentScaling())
-    assert found == pytest.approx(6.0 + 6 * elements)
+    result = linear.floor_ms(setting.floor, TINY, recipes.Float8CurrentScaling())
+    assert result == pytest.approx(6.0 + 6 * elements)
     assert linear.floor_ms(setting.floor, TINY, None) == 6.0
 
 
@@ -587,49 +593,49 @@ def test_accuracy_runs_on_a_cpu(capsys, tmp_path):
         assert [row.name for row in rows if row.case == case] == ["bfloat16", *RECIPES]
     assert all(db > linear.FLOOR_DB for row in rows for db in row.sqnr_db.values())
     assert "| implementation |   y / dX / dW (dB) |" in capsys.readouterr().out
-    facts, read = report.read_json(path)
-    assert read == rows
+    facts, rows_read = report.read_json(path)
+    assert rows_read == rows
     assert facts["torch"] == torch.__version__
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("program", GPU_SUBJECTS, ids=lambda module: module.__name__)
-def test_gpu_benchmarks_say_what_they_need(program):
+def test_gpu_benchmarks_need_a_gpu(program):
     with pytest.raises(SystemExit, match="measures a CUDA GPU"):
         program.main([])
 
 
-def test_advise(few):
-    rows = list(advise.rows(few, [LAYER], layers=1))
-    check(advise.SUBJECT, rows, timed=False)
+def test_advise_has_predicted_and_measured_times(few_recipes):
+    rows = list(advise.rows(few_recipes, [LAYER], layers=1))
+    assert_accepted(advise.SUBJECT, rows, has_times=False)
     assert [row.name for row in rows] == ["delayed", "block"]
     for row in rows:
-        off = []
+        errors = []
         for precision in ("high precision", "FP8"):
             predicted, measured, percent = (
-                row.values[f"{precision} {what}"]
-                for what in ("predicted ms", "measured ms", "off %")
+                row.values[f"{precision} {quantity}"]
+                for quantity in ("predicted ms", "measured ms", "off %")
             )
             assert predicted > 0
             assert percent == pytest.approx(100 * (predicted - measured) / measured)
-            off.append(abs(percent))
-        assert row.values[advise.MOST_OFF] == max(off)
+            errors.append(abs(percent))
+        assert row.values[advise.MOST_OFF] == max(errors)
         assert [(t.relation, t.bound) for t in row.targets] == [("<=", 15.0)]
 
 
 def test_advise_times_steps_in_high_precision_and_then_in_fp8(setting):
-    counted = []
+    gemm_counts = []
 
     def wall(step):
         with float8lab.count_gemms() as gemms:
             step()
-        counted.append((gemms.fp8, gemms.high_precision))
-        return common.Timing((2.0 if len(counted) == 1 else 1.0,))
+        gemm_counts.append((gemms.fp8, gemms.high_precision))
+        return common.Timing((2.0 if len(gemm_counts) == 1 else 1.0,))
 
     setting.wall, setting.recipes = wall, ("current",)
     (row,) = advise.rows(setting, [LAYER], layers=1)
-    # Of seven linear layers, forward and backward.
-    assert counted == [(0, 21), (21, 0)]
+    # Seven linear layers, forward and backward.
+    assert gemm_counts == [(0, 21), (21, 0)]
     assert row.values["high precision measured ms"] == 2.0
     assert row.values["FP8 measured ms"] == 1.0
     assert row.values["FP8 off %"] == 100 * (row.values["FP8 predicted ms"] - 1.0)

@@ -1,4 +1,4 @@
-"""Which tensors are FP8 weights with which scales: every convention, and what breaks one."""
+"""Recognition of FP8 weights and their scales: each naming convention, and errors in each."""
 
 import json
 import math
@@ -13,29 +13,29 @@ from float8lab.inspect import checkpoint
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
 
 
-def codes(*shape, dtype=E4M3):
-    """All finite values, as often as each other, large and small ones beside each other."""
+def fp8_values(*shape, dtype=E4M3):
+    """Return FP8 data with all finite values equally often, large and small ones mixed."""
     top = 0x7E if dtype == E4M3 else 0x7B
     body = (torch.arange(1, math.prod(shape) + 1) * 113) % (top + 1)
     return body.to(torch.uint8).reshape(shape).view(dtype)
 
 
 @pytest.fixture
-def look(tmp_path):
-    """The report on these tensors in a safetensors file, and its rows by name."""
+def rows_of(tmp_path):
+    """Return the rows by name of the report on these tensors in a safetensors file."""
 
-    def run(tensors, **config):
+    def save_and_inspect(tensors, **config):
         safetensors.save_file(tensors, tmp_path / "model.safetensors")
         if config:
             (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
         report = checkpoint(tmp_path)
         return {row.name: row for row in report.rows}
 
-    return run
+    return save_and_inspect
 
 
 @pytest.mark.parametrize(
-    ("shape", "scales", "words"),
+    ("shape", "scales", "block_name"),
     [
         ((300, 200), (3, 2), "128x128"), ((300, 200), (), "tensor"), ((300, 200), (1,), "tensor"),
         ((300, 200), (1, 1), "tensor"), ((300, 200), (300, 1), "row"), ((300, 200), (300,), "row"),
@@ -47,9 +47,11 @@ def look(tmp_path):
     ],
     ids=str,
 )  # fmt: skip
-def test_blocks_follow_from_the_number_of_scales(look, shape, scales, words):
-    row = look({"a.weight": codes(*shape), "a.weight_scale": torch.ones(scales)})["a.weight"]
-    assert row.format == f"e4m3 {words} " + ("fp32" if math.prod(scales) == 1 else "pow2")
+def test_blocks_follow_from_the_shape_of_the_scales(rows_of, shape, scales, block_name):
+    row = rows_of({"a.weight": fp8_values(*shape), "a.weight_scale": torch.ones(scales)})[
+        "a.weight"
+    ]
+    assert row.format == f"e4m3 {block_name} " + ("fp32" if math.prod(scales) == 1 else "pow2")
     assert row.measured.scale.shape == scales
     assert row.measured.blocks == math.prod(scales)
     assert not row.findings
@@ -64,8 +66,10 @@ def test_blocks_follow_from_the_number_of_scales(look, shape, scales, words):
         ((0,), "scale of shape 0 fits no blocks of 300x200"),
     ],
 )
-def test_scales_that_fit_no_blocks(look, scales, text):
-    row = look({"w.weight": codes(300, 200), "w.weight_scale": torch.ones(scales)})["w.weight"]
+def test_scales_that_fit_no_blocks_are_a_finding(rows_of, scales, text):
+    row = rows_of({"w.weight": fp8_values(300, 200), "w.weight_scale": torch.ones(scales)})[
+        "w.weight"
+    ]
     assert (row.why, row.severity, row.format) == (text, 2, "e4m3, unusable scale")
 
 
@@ -80,8 +84,8 @@ def test_scales_that_fit_no_blocks(look, scales, text):
         (("a.weight.qdata", "a.weight.scale"), "float8lab"),
     ],
 )
-def test_conventions_by_name(look, names, convention):
-    rows = look({names[0]: codes(256, 256), names[1]: torch.full((2, 2), 0.5)})
+def test_the_convention_follows_from_the_names(rows_of, names, convention):
+    rows = rows_of({names[0]: fp8_values(256, 256), names[1]: torch.full((2, 2), 0.5)})
     (row,) = rows.values()
     assert row.name == names[0].removesuffix(".qdata")
     assert (row.convention, row.format, row.why) == (convention, "e4m3 128x128 pow2", "")
@@ -89,34 +93,36 @@ def test_conventions_by_name(look, names, convention):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_scales_in_high_precision(look, dtype):
+def test_scales_of_each_float_dtype_are_read(rows_of, dtype):
     scale = torch.tensor([[0.75, 3.0]], dtype=dtype)
-    row = look({"a.weight": codes(128, 256), "a.weight_scale_inv": scale})["a.weight"]
+    row = rows_of({"a.weight": fp8_values(128, 256), "a.weight_scale_inv": scale})["a.weight"]
     stats = row.measured.stats
     assert (stats.scale_min, stats.scale_max, stats.amax) == (0.75, 3.0, 1344.0)
     assert row.format == "e4m3 128x128 fp32"
 
 
-@pytest.mark.parametrize("stored", [torch.uint8, torch.float8_e8m0fnu])
-def test_scales_that_are_exponents(look, stored):
-    scale = torch.tensor([[127, 130]], dtype=torch.uint8).view(stored)  # 1 and 8
-    row = look({"a.weight": codes(1, 64), "a.weight_scale": scale})["a.weight"]
+@pytest.mark.parametrize("scale_dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_e8m0_scales_are_read(rows_of, scale_dtype):
+    scale = torch.tensor([[127, 130]], dtype=torch.uint8).view(scale_dtype)  # 1 and 8
+    row = rows_of({"a.weight": fp8_values(1, 64), "a.weight_scale": scale})["a.weight"]
     stats = row.measured.stats
     assert (stats.scale_min, stats.scale_max, row.format) == (1.0, 8.0, "e4m3 1x32 e8m0")
 
 
-def test_scale_of_an_integer_type_is_unusable(look):
-    row = look({"a.weight": codes(4, 4), "a.weight_scale": torch.ones(1, dtype=torch.int32)})
+def test_scale_of_an_integer_type_is_unusable(rows_of):
+    row = rows_of(
+        {"a.weight": fp8_values(4, 4), "a.weight_scale": torch.ones(1, dtype=torch.int32)}
+    )
     assert row["a.weight"].why == "its scale a.weight_scale is int32"
 
 
-def test_configured_blocks(look):
-    tensors = {"a.weight": codes(256, 256), "a.weight_scale_inv": torch.ones(4, 4) / 3}
-    assert look(tensors)["a.weight"].why == (
+def test_unusual_blocks_are_a_finding_unless_configured(rows_of):
+    tensors = {"a.weight": fp8_values(256, 256), "a.weight_scale_inv": torch.ones(4, 4) / 3}
+    assert rows_of(tensors)["a.weight"].why == (
         "scales by 64x64, where blocks of 128x128 are usual or configured"
     )
-    assert look(tensors)["a.weight"].severity == 1
-    assert look(tensors, quant_method="fp8", weight_block_size=[64, 64])["a.weight"].why == ""
+    assert rows_of(tensors)["a.weight"].severity == 1
+    assert rows_of(tensors, quant_method="fp8", weight_block_size=[64, 64])["a.weight"].why == ""
 
 
 @pytest.mark.parametrize(
@@ -132,9 +138,11 @@ def test_configured_blocks(look):
         ),
     ],
 )  # fmt: skip
-def test_compressed_tensors_configuration(look, weights, scales, why):
-    rows = look(
-        {"a.weight": codes(256, 256), "a.weight_scale": torch.rand(scales) + 1},
+def test_scales_are_checked_against_the_compressed_tensors_configuration(
+    rows_of, weights, scales, why
+):
+    rows = rows_of(
+        {"a.weight": fp8_values(256, 256), "a.weight_scale": torch.rand(scales) + 1},
         quant_method="compressed-tensors",
         config_groups={"group_0": {"targets": ["Linear"], "weights": weights}},
     )
@@ -142,20 +150,20 @@ def test_compressed_tensors_configuration(look, weights, scales, why):
 
 
 @pytest.mark.parametrize("config", [{"weight_block_size": "x"}, {"config_groups": [1]}, {"a": 1}])
-def test_a_strange_configuration_is_ignored(look, config):
-    tensors = {"a.weight": codes(256, 256), "a.weight_scale_inv": torch.ones(2, 2) / 3}
-    assert look(tensors, **config)["a.weight"].format == "e4m3 128x128 fp32"
+def test_a_strange_configuration_is_ignored(rows_of, config):
+    tensors = {"a.weight": fp8_values(256, 256), "a.weight_scale_inv": torch.ones(2, 2) / 3}
+    assert rows_of(tensors, **config)["a.weight"].format == "e4m3 128x128 fp32"
 
 
-def test_no_scale(look):
-    row = look({"a.weight": codes(4, 4), "b.weight": torch.ones(2)})["a.weight"]
+def test_a_missing_scale_is_a_finding(rows_of):
+    row = rows_of({"a.weight": fp8_values(4, 4), "b.weight": torch.ones(2)})["a.weight"]
     assert (row.why, row.format, row.severity) == (
         "no scale in the checkpoint", "e4m3, no scale", 2,
     )  # fmt: skip
 
 
-def test_orphaned_scales(look):
-    rows = look(
+def test_scales_without_a_weight_are_a_finding(rows_of):
+    rows = rows_of(
         {
             "a.weight_scale_inv": torch.ones(2, 2), "b.weight": torch.ones(4, 4),
             "b.weight_scale": torch.ones(1), "c.input_scale": torch.ones(1),
@@ -163,8 +171,8 @@ def test_orphaned_scales(look):
             "e.scale_weight": torch.ones(()),
         }
     )  # fmt: skip
-    found = {name: row.why for name, row in rows.items() if row.findings}
-    assert found == {
+    findings = {name: row.why for name, row in rows.items() if row.findings}
+    assert findings == {
         "a.weight_scale_inv": "a scale, but there is no weight a.weight",
         "b.weight_scale": "a scale, but b.weight is in float32",
         "c.input_scale": "a scale, but there is no tensor c.",
@@ -175,17 +183,17 @@ def test_orphaned_scales(look):
     assert all(row.findings[0].kind == "orphaned-scale" for row in rows.values() if row.findings)
 
 
-def test_scales_of_other_quantizations_are_not_orphans(look):
-    rows = look(
+def test_scales_of_other_quantizations_are_not_orphans(rows_of):
+    rows = rows_of(
         {
             "int8.weight": torch.ones(4, 4, dtype=torch.int8),
             "int8.weight_scale": torch.ones(4, 1),
             "nvfp4.weight_packed": torch.ones(4, 16, dtype=torch.uint8),
-            "nvfp4.weight_scale": codes(4, 2),  # in FP8 itself
+            "nvfp4.weight_scale": fp8_values(4, 2),  # in FP8 itself
             "nvfp4.weight_global_scale": torch.ones(1),
             "logit_scale": torch.ones(()),
             "norm.scale": torch.ones(4),
-            "fp8.weight": codes(16, 16),
+            "fp8.weight": fp8_values(16, 16),
             "fp8.weight_scale": torch.ones(()) / 3,
             "fp8.input_scale": torch.ones(()),
         }
@@ -194,10 +202,10 @@ def test_scales_of_other_quantizations_are_not_orphans(look):
     assert [name for name, row in rows.items() if row.fp8] == ["fp8.weight"]
 
 
-def test_scales_of_activations_are_looked_at(look):
-    rows = look(
+def test_invalid_activation_scales_are_a_finding(rows_of):
+    rows = rows_of(
         {
-            "a.weight": codes(16, 16), "a.weight_scale": torch.ones(()) / 3,
+            "a.weight": fp8_values(16, 16), "a.weight_scale": torch.ones(()) / 3,
             "a.input_scale": torch.zeros(1), "a.output_scale": torch.tensor([math.nan]),
         }
     )  # fmt: skip
@@ -205,12 +213,12 @@ def test_scales_of_activations_are_looked_at(look):
     assert rows["a.output_scale"].why == "1 of 1 elements NaN"
 
 
-def test_a_float8_tensor_keeps_its_spec(tmp_path):
-    """Also where the number of scales says otherwise: one block that holds a short dimension."""
+def test_a_float8_tensor_has_the_format_of_its_spec(tmp_path):
+    """The shape of the scales alone would say otherwise: one block covers a short dimension."""
     x = float8lab.quantize(torch.randn(100, 100), E5M2, block=(128, 128), scale_rule="e8m0")
     torch.save({"model": {"w": x}}, tmp_path / "a.pt")
     (row,) = checkpoint(tmp_path / "a.pt").rows
     assert (row.name, row.format) == ("model.w", "e5m2 128x128 e8m0")
     assert row.measured.stats.codes == x.stats().codes
-    # The stored amax is from before quantization, this one of what is stored.
+    # The stored amax is of the tensor before quantization; the report's is of the stored values.
     assert row.measured.stats.amax == x.dequantize().abs().max()

@@ -1,4 +1,4 @@
-"""``python -m float8lab inspect`` and ``diff``: statuses, output, terminals."""
+"""Tests of ``python -m float8lab inspect`` and ``diff``: exit statuses, output and terminals."""
 
 import json
 import os
@@ -23,30 +23,32 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    """A checkpoint with a suspicious tensor in the working directory."""
+    """A checkpoint with a suspicious tensor, in the working directory."""
     monkeypatch.chdir(tmp_path)
-    good = float8lab.quantize(torch.linspace(-1, 1, 256 * 128).reshape(256, 128), block=(128, 128))
-    bad = good.detach().clone()
-    bad.scale[1, 0] = 0
-    state = {"layers.0.mlp.weight": good, "layers.1.mlp.weight": bad, "norm": torch.ones(4)}
+    intact = float8lab.quantize(
+        torch.linspace(-1, 1, 256 * 128).reshape(256, 128), block=(128, 128)
+    )
+    damaged = intact.detach().clone()
+    damaged.scale[1, 0] = 0
+    state = {"layers.0.mlp.weight": intact, "layers.1.mlp.weight": damaged, "norm": torch.ones(4)}
     torch.save(state, "a.pt")
     return "a.pt"
 
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Pretend that standard output is a terminal of some width."""
+    """Return a function that simulates a terminal of some width as standard output."""
 
-    def pretend(width):
+    def set_width(width):
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
         monkeypatch.setenv("COLUMNS", str(width))
         monkeypatch.setenv("TERM", "xterm-256color")
         monkeypatch.delenv("NO_COLOR", raising=False)
 
-    return pretend
+    return set_width
 
 
-def test_inspect(path, capsys):
+def test_output_of_inspect(path, capsys):
     assert command.main(["inspect", path]) == 0
     assert_expected_inline(
         capsys.readouterr().out,
@@ -72,7 +74,7 @@ Others
     )
 
 
-def test_statuses(path, capsys):
+def test_exit_statuses(path, capsys):
     assert command.main(["inspect", path]) == 0
     assert command.main(["inspect", path, "--strict"]) == 1
     assert command.main(["inspect", path, "--strict", "--layer", "layers.0"]) == 0
@@ -95,23 +97,23 @@ def test_statuses(path, capsys):
     ],
     ids=str,
 )  # fmt: skip
-def test_wrong_arguments(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
+def test_wrong_arguments_exit_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_info:
         command.main(arguments)
-    assert stopped.value.code == 2
+    assert exit_info.value.code == 2
 
 
 @pytest.mark.parametrize("name", ["inspect", "diff"])
-def test_help_has_the_statuses(name, capsys):
-    with pytest.raises(SystemExit) as stopped:
+def test_help_lists_the_exit_statuses(name, capsys):
+    with pytest.raises(SystemExit) as exit_info:
         command.main([name, "--help"])
-    assert stopped.value.code == 0
+    assert exit_info.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "Exit status: 0" in text
     assert "--layer GLOB" in text
 
 
-def test_json(path, capsys):
+def test_json_is_that_of_the_report(path, capsys):
     assert command.main(["inspect", path, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content == json.loads(json.dumps(checkpoint(path).to_json(), allow_nan=False))
@@ -123,7 +125,7 @@ def test_json(path, capsys):
     assert json.loads(capsys.readouterr().out)["identical"] is True
 
 
-def test_rows_are_limited(tmp_path, capsys):
+def test_limit_and_all_set_the_number_of_rows(tmp_path, capsys):
     torch.save({f"w{i}": torch.ones(1) for i in range(30)}, tmp_path / "a.pt")
     for options, count in (([], 20), (["--limit", "3"], 3), (["--all"], 30)):
         command.main(["inspect", str(tmp_path / "a.pt"), *options])
@@ -132,7 +134,7 @@ def test_rows_are_limited(tmp_path, capsys):
         assert (f"... and {30 - count} more" in output) == (count < 30)
 
 
-def test_page(path, capsys):
+def test_html_page_has_the_report_and_is_self_contained(path, capsys):
     pytest.importorskip("plotly")
     torch.save({**torch.load(path), "<script>&": torch.ones(1)}, "b.pt")
     assert command.main(["inspect", "b.pt", "--html", "out.html"]) == 0
@@ -151,7 +153,7 @@ def test_page(path, capsys):
     assert capsys.readouterr().err.endswith("b.pt/out.html: Not a directory\n")
 
 
-def test_a_page_replaces_a_page_and_no_checkpoint(path, capsys):
+def test_a_page_replaces_a_page_but_no_checkpoint(path, capsys):
     pytest.importorskip("plotly")
     Path("out.html").touch()
     for _ in range(2):
@@ -167,7 +169,7 @@ def test_a_page_replaces_a_page_and_no_checkpoint(path, capsys):
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_terminal(path, capsys, terminal, width):
+def test_output_fits_the_width_of_a_terminal(path, capsys, terminal, width):
     pytest.importorskip("rich")
     torch.save({f"model.{'x' * 40}.{k}": v for k, v in torch.load(path).items()}, "b.pt")
     terminal(width)
@@ -179,7 +181,7 @@ def test_terminal(path, capsys, terminal, width):
     assert ("in a wider terminal also" in output) == (width < 120)
 
 
-def test_no_color(path, capsys, terminal, monkeypatch):
+def test_no_color_removes_colours(path, capsys, terminal, monkeypatch):
     pytest.importorskip("rich")
     terminal(80)
     monkeypatch.setenv("NO_COLOR", "1")
@@ -187,17 +189,17 @@ def test_no_color(path, capsys, terminal, monkeypatch):
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", capsys.readouterr().out)
 
 
-def test_without_rich(path, capsys, terminal, monkeypatch):
+def test_output_without_rich_is_plain(path, capsys, terminal, monkeypatch):
     command.main(["inspect", path])
-    plain = capsys.readouterr().out
+    plain_output = capsys.readouterr().out
     terminal(80)
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     command.main(["inspect", path])
-    assert capsys.readouterr() == (plain, "")
+    assert capsys.readouterr() == (plain_output, "")
 
 
-def test_without_safetensors(tmp_path, capsys, monkeypatch):
+def test_without_safetensors_the_extra_is_named(tmp_path, capsys, monkeypatch):
     (tmp_path / "a.safetensors").write_bytes(b"x" * 100)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     assert command.main(["inspect", str(tmp_path / "a.safetensors")]) == 2
@@ -205,8 +207,8 @@ def test_without_safetensors(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_completion(shell, capsys, monkeypatch):
-    """The script knows commands and options, and completes files."""
+def test_completion_scripts_know_the_commands_and_options(shell, capsys, monkeypatch):
+    """The script has the commands and options, and completes file names."""
     shtab = pytest.importorskip("shtab")
     assert command.main(["completion", shell]) == 0
     script = capsys.readouterr().out
@@ -218,25 +220,27 @@ def test_completion(shell, capsys, monkeypatch):
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
-def test_completion_in_bash(path):
+def test_bash_completes_options_and_files(path):
     pytest.importorskip("shtab")
-    ask = (
+    script = (
         f'eval "$({sys.executable} -m float8lab completion bash)"; COMP_CWORD=2; '
         'COMP_WORDS=(float8lab inspect --str); _shtab_float8lab 2>/dev/null; echo "$COMPREPLY"; '
         'COMP_WORDS=(float8lab inspect a); _shtab_float8lab 2>/dev/null; echo "$COMPREPLY"'
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, env=environment)
-    assert run.stdout.split() == ["--strict", "a.pt"]
+    process = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, env=environment
+    )
+    assert process.stdout.split() == ["--strict", "a.pt"]
 
 
-def test_no_traceback(path, capsys, monkeypatch):
+def test_a_damaged_file_gives_no_traceback(path, capsys, monkeypatch):
     Path("bad.pt").write_bytes(Path(path).read_bytes()[:1000])
     monkeypatch.setattr(sys, "argv", ["float8lab", "inspect", "bad.pt"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         runpy.run_path(command.__file__, run_name="__main__")
     output = capsys.readouterr()
-    assert (ended.value.code, output.out, output.err.count("\n")) == (2, "", 1)
+    assert (exit_info.value.code, output.out, output.err.count("\n")) == (2, "", 1)
 
 
 def test_no_progress_and_no_colours_into_a_file(path, tmp_path, capsys, monkeypatch):
@@ -247,45 +251,48 @@ def test_no_progress_and_no_colours_into_a_file(path, tmp_path, capsys, monkeypa
     assert capsys.readouterr().err == ""
 
 
-def test_a_reader_that_leaves_early(path, tmp_path):
+def test_a_closed_pipe_gives_no_error(path, tmp_path):
     torch.save({f"w{i}": torch.ones(1) for i in range(3000)}, "many.pt")
-    run = subprocess.run(
+    process = subprocess.run(
         f"{sys.executable} -m float8lab inspect many.pt --all | head -1",
         shell=True,
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert (run.stdout, run.stderr) == ("many.pt: torch.save\n", "")
+    assert (process.stdout, process.stderr) == ("many.pt: torch.save\n", "")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("arguments", [["inspect", "a.pt"], ["diff", "a.pt", "a.pt"], ["env"]])
-def test_a_full_disk(path, capsys, monkeypatch, arguments):
-    with Path("/dev/full").open("w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
+def test_a_full_disk_is_an_error_in_one_line(path, capsys, monkeypatch, arguments):
+    with Path("/dev/full").open("w") as full_device:
+        monkeypatch.setattr(sys, "stdout", full_device)
         assert command.main(arguments) == 2
     name = f"python -m float8lab {arguments[0]}"
     message = "standard output: No space left on device"
     assert capsys.readouterr().err == f"{name}: error: {message}\n"
 
 
-def test_closed_output(path, capsys, monkeypatch):
+def test_closed_standard_output_is_an_error(path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     assert command.main(["inspect", path]) == 2
     assert "standard output must be open" in capsys.readouterr().err
 
 
-NAME = "\x1b[31mred\x1b[0m\nnext\u202e"
-ESCAPED = r"\x1b[31mred\x1b[0m\nnext\u202e"
+HOSTILE_NAME = "\x1b[31mred\x1b[0m\nnext\u202e"
+ESCAPED_NAME = r"\x1b[31mred\x1b[0m\nnext\u202e"
 
 
 @pytest.mark.parametrize("width", [None, 80])
-def test_names_do_not_steer_the_terminal(tmp_path, capsys, terminal, monkeypatch, width):
+def test_control_characters_in_names_are_escaped(tmp_path, capsys, terminal, monkeypatch, width):
     pytest.importorskip("plotly")
     monkeypatch.chdir(tmp_path)
     for file in ("a.pt", "b.pt"):
-        state = {NAME: torch.zeros(4, 4).to(torch.float8_e4m3fn), f"only in {file}{NAME}": None}
+        state = {
+            HOSTILE_NAME: torch.zeros(4, 4).to(torch.float8_e4m3fn),
+            f"only in {file}{HOSTILE_NAME}": None,
+        }
         state |= {name: torch.ones(2) for name in state if state[name] is None}
         torch.save(state, file)
     if width:
@@ -294,17 +301,17 @@ def test_names_do_not_steer_the_terminal(tmp_path, capsys, terminal, monkeypatch
     for arguments in (["inspect", "a.pt", "--html", "out.html"], ["diff", "a.pt", "b.pt"]):
         assert command.main(arguments) in (0, 1)
         output = ESCAPE.sub("", capsys.readouterr().out) if width else capsys.readouterr().out
-        assert "".join(ESCAPED.split()) in "".join(output.split())
+        assert "".join(ESCAPED_NAME.split()) in "".join(output.split())
         assert all(line.isprintable() for line in output.splitlines())
-    assert Path("out.html").read_text().count(ESCAPED) >= 3
-    for arguments in (["inspect", NAME], ["inspect", "a.pt", "--layer", NAME * 2]):
+    assert Path("out.html").read_text().count(ESCAPED_NAME) >= 3
+    for arguments in (["inspect", HOSTILE_NAME], ["inspect", "a.pt", "--layer", HOSTILE_NAME * 2]):
         assert command.main(arguments) == 2
         error = capsys.readouterr().err
         assert error[:-1].isprintable()
         assert r"\x1b[31mred\x1b[0m" in error
 
 
-def test_an_output_of_ascii(tmp_path, capsys, monkeypatch):
+def test_output_to_an_ascii_stream_is_escaped(tmp_path, capsys, monkeypatch):
     torch.save({"\xe9": torch.ones(2)}, tmp_path / "a.pt")
     with (tmp_path / "out").open("w", encoding="ascii") as out:
         monkeypatch.setattr(sys, "stdout", out)
@@ -312,7 +319,7 @@ def test_an_output_of_ascii(tmp_path, capsys, monkeypatch):
     assert r"  \xe9 " in (tmp_path / "out").read_text()
 
 
-def test_interrupted(path, monkeypatch):
+def test_an_interrupt_exits_with_status_130(path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""``python -m float8lab scale``: output, statuses."""
+"""Tests of ``python -m float8lab scale``: output and exit statuses."""
 
 import json
 import re
@@ -11,13 +11,13 @@ from float8lab import __main__ as command
 ARGUMENTS = ["scale", "--model", "llama-3-8b", "--recipe", "current", "--recipe", "delayed"]
 
 
-def run(capsys, *arguments):
+def run_scale(capsys, *arguments):
     status = command.main([*ARGUMENTS, *arguments])
     return status, capsys.readouterr()
 
 
-def test_what_it_prints(capsys):
-    status, (out, _) = run(capsys, "--mesh", "tp=2", "--gpus", "8", "--limit", "1")
+def test_output_has_the_step_times_and_the_tables(capsys):
+    status, (out, _) = run_scale(capsys, "--mesh", "tp=2", "--gpus", "8", "--limit", "1")
     assert status == 0
     assert re.match(
         r"llama-3-8b: 8.0 billion parameters, 32 layers; 8 sequences of 8192 tokens a step, "
@@ -40,21 +40,21 @@ def test_what_it_prints(capsys):
     ]
 
 
-def test_json_has_everything(capsys):
-    status, (out, _) = run(capsys, "--gpus", "16", "--json")
-    found = json.loads(out)
+def test_json_has_the_steps_layouts_and_published_gains(capsys):
+    status, (out, _) = run_scale(capsys, "--gpus", "16", "--json")
+    content = json.loads(out)
     assert status == 0
-    assert set(found["steps"]) == {"bfloat16", "current", "delayed"}
-    assert found["searched"]
-    assert found["layouts"][0]["mesh"] == found["mesh"]
-    step = found["steps"][found["recipe"]]
+    assert set(content["steps"]) == {"bfloat16", "current", "delayed"}
+    assert content["searched"]
+    assert content["layouts"][0]["mesh"] == content["mesh"]
+    step = content["steps"][content["recipe"]]
     assert step["seconds"] == pytest.approx(sum(step["gpu"].values()))
-    assert found["published"][0]["published"] == [1.36, 1.36]
+    assert content["published"][0]["published"] == [1.36, 1.36]
 
 
-def test_the_picture(capsys, tmp_path):
+def test_svg_is_well_formed(capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    status, _ = run(capsys, "--mesh", "dp=8", "--svg", str(tmp_path / "step.svg"))
+    status, _ = run_scale(capsys, "--mesh", "dp=8", "--svg", str(tmp_path / "step.svg"))
     assert status == 0
     text = (tmp_path / "step.svg").read_text()
     ElementTree.fromstring(text)
@@ -72,9 +72,11 @@ def test_the_picture(capsys, tmp_path):
         (("--svg", "missing/step.svg"), "missing"),
     ],
 )
-def test_what_cannot_be_predicted_is_one_line(capsys, tmp_path, monkeypatch, arguments, message):
+def test_impossible_predictions_are_an_error_in_one_line(
+    capsys, tmp_path, monkeypatch, arguments, message
+):
     monkeypatch.chdir(tmp_path)
-    status, (out, err) = run(capsys, *arguments)
+    status, (out, err) = run_scale(capsys, *arguments)
     assert (status, out) == (2, "")
     assert err.startswith("python -m float8lab scale: error: ")
     assert message in err
@@ -84,8 +86,8 @@ def test_what_cannot_be_predicted_is_one_line(capsys, tmp_path, monkeypatch, arg
 @pytest.mark.parametrize(
     "arguments", [("--tp-overlap", "2"), ("--tp-overlap", "x"), ("--gpus", "0")]
 )
-def test_wrong_arguments(capsys, arguments):
-    with pytest.raises(SystemExit) as caught:
-        run(capsys, *arguments)
-    assert caught.value.code == 2
+def test_wrong_arguments_exit_with_status_2(capsys, arguments):
+    with pytest.raises(SystemExit) as exit_info:
+        run_scale(capsys, *arguments)
+    assert exit_info.value.code == 2
     assert "must be a" in capsys.readouterr().err

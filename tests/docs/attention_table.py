@@ -1,9 +1,9 @@
-"""Ask what runs each combination of attention on a Hopper GPU, and write docs/modules/attention.md.
+"""Ask which backend runs each combination of attention on a Hopper GPU; write the attention page.
 
     python -m tests.docs.attention_table
 
-Nothing runs: the tensors are without values. tests/nn/attention/test_combinations.py compares the
-same combinations, small, with float64.
+The page is docs/modules/attention.md. Nothing is computed: the tensors have no values.
+tests/nn/attention/test_combinations.py compares small sizes of the same combinations with float64.
 """
 
 import functools
@@ -43,13 +43,13 @@ LARGE = Sizes(4, 32768, 32768, 32, 8, 128, 128)
 
 
 class Mask(NamedTuple):
-    """A kind of mask: arguments of the constructor, and how its sequences are given."""
+    """A kind of mask: arguments of the constructor, and how the sequence lengths are given."""
 
     mask_type: str
     window: tuple[int, int] | None = None
     cross: bool = False
     lengths: str = ""
-    """``rows``: beside rows; ``thd``; ``thd, gaps``: with tokens between the sequences."""
+    """``rows``: padded rows; ``thd``; ``thd, gaps``: with tokens between the sequences."""
 
 
 MASKS = {
@@ -86,11 +86,11 @@ HEADS = {
     "192, values 128": (192, 128), "256": (256, 256),
 }  # fmt: skip
 
-OF_CONSTRUCTOR = ("attention_dropout", "softmax_type", "return_max_logit")
+CONSTRUCTOR_ARGUMENTS = ("attention_dropout", "softmax_type", "return_max_logit")
 
 
 def gives_matrix(mask: Mask, feature: dict[str, Any]) -> bool:
-    """Whether the caller passes a matrix for all queries and keys."""
+    """Whether the caller passes a matrix over all queries and keys."""
     return mask.mask_type == "arbitrary" or feature.get("core_attention_bias_type") in (
         "pre_scale_bias",
         "post_scale_bias",
@@ -98,8 +98,11 @@ def gives_matrix(mask: Mask, feature: dict[str, Any]) -> bool:
 
 
 def build(mask: Mask, feature: dict[str, Any], sizes: Sizes, **options: Any) -> Any:
-    """The module of a combination."""
-    options = {**options, **{n: value for n, value in feature.items() if n in OF_CONSTRUCTOR}}
+    """Build the module of a combination."""
+    options = {
+        **options,
+        **{n: value for n, value in feature.items() if n in CONSTRUCTOR_ARGUMENTS},
+    }
     return float8lab.DotProductAttention(
         sizes.H, (sizes.D, sizes.Dv), num_gqa_groups=sizes.G,
         qkv_format="thd" if "thd" in mask.lengths else "bshd", attn_mask_type=mask.mask_type,
@@ -108,7 +111,7 @@ def build(mask: Mask, feature: dict[str, Any], sizes: Sizes, **options: Any) -> 
 
 
 def lengths_of(mask: Mask, sizes: Sizes) -> tuple[list[int], list[int]]:
-    """How many queries, and keys, of each sequence are no padding."""
+    """The numbers of queries and of keys of each sequence that are no padding."""
     queries = [sizes.Sq - 2 * b for b in range(sizes.B)]
     return queries, [sizes.Sk - b for b in range(sizes.B)] if mask.cross else queries
 
@@ -117,8 +120,8 @@ def arguments(
     mask: Mask, feature: dict[str, Any], sizes: Sizes, make: Callable[[Any], Tensor],
     window: tuple[int, int] | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The arguments of a call beside query, key and value; ``make`` makes tensors of numbers."""
-    call = {n: value for n, value in feature.items() if n not in OF_CONSTRUCTOR}
+    """The arguments of a call except query, key and value; ``make`` makes tensors of numbers."""
+    call = {n: value for n, value in feature.items() if n not in CONSTRUCTOR_ARGUMENTS}
     call["window_size"] = window
     if call.get("core_attention_bias_type") == "post_scale_bias":
         call["core_attention_bias"] = make((sizes.H, sizes.Sq, sizes.Sk))
@@ -128,39 +131,39 @@ def arguments(
         for side, lengths, longest in zip(
             ("q", "kv"), lengths_of(mask, sizes), (sizes.Sq, sizes.Sk), strict=True
         ):
-            ends = torch.tensor([0, *lengths]).cumsum(0).int()
+            cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
             shared = side == "kv" and not mask.cross
-            call[f"cu_seqlens_{side}"] = call["cu_seqlens_q"] if shared else ends
+            call[f"cu_seqlens_{side}"] = call["cu_seqlens_q"] if shared else cu_seqlens
             if "thd" in mask.lengths:
                 call[f"max_seqlen_{side}"] = longest
             if "gaps" in mask.lengths:
-                spread = torch.arange(sizes.B + 1).int() * longest
+                padded_offsets = torch.arange(sizes.B + 1).int() * longest
                 call[f"cu_seqlens_{side}_padded"] = (
-                    call["cu_seqlens_q_padded"] if shared else spread
+                    call["cu_seqlens_q_padded"] if shared else padded_offsets
                 )
     return call
 
 
-def _on_a_gpu(
+def _explain_on_a_gpu(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, names: Sequence[str]
 ) -> Explanation:
-    """What ``explain`` says of a call on a GPU."""
+    """Return the result of ``explain`` for a call on a GPU."""
     return explain(*(torch.empty_like(x, device="cuda") for x in (q, k, v)), problem, names)
 
 
 def decide(
     mask: Mask, feature: dict[str, Any], sizes: Sizes = LARGE, fp8: bool = False
 ) -> Explanation:
-    """What a call of bfloat16 tensors on a Hopper GPU gets; ``fp8`` if a recipe asks for it."""
+    """Explain a call with bfloat16 tensors on a Hopper GPU; ``fp8`` if a recipe asks for FP8."""
     window = None if mask.window is None else tuple(1024 if n > 0 else n for n in mask.window)
     sizes = sizes._replace(Sq=sizes.Sq // 2) if mask.cross else sizes
     with (
         FakeTensorMode(),
         torch.no_grad(),
-        mock.patch.object(dot_product, "explain", _on_a_gpu),
+        mock.patch.object(dot_product, "explain", _explain_on_a_gpu),
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore")  # that nothing ran in FP8
+        warnings.simplefilter("ignore")  # the warning that nothing ran in FP8
         module = build(mask, feature, sizes)
         rows = (sizes.B, sizes.Sq), *[(sizes.B, sizes.Sk)] * 2
         if "thd" in mask.lengths:
@@ -177,23 +180,23 @@ def decide(
             return module.explain(*qkv, **call)
 
 
-def answer(mask: Mask, feature: dict[str, Any], sizes: Sizes = LARGE) -> str:
+def table_cell(mask: Mask, feature: dict[str, Any], sizes: Sizes = LARGE) -> str:
     """The cell of a combination: FP8, or the backend in high precision."""
     if decide(mask, feature, sizes, fp8=True).backend == "fp8":
         return "**FP8**"
-    found = decide(mask, feature, sizes)
-    return found.backend if found.block is None else f"{found.backend}, blocks"
+    decision = decide(mask, feature, sizes)
+    return decision.backend if decision.block is None else f"{decision.backend}, blocks"
 
 
 def render() -> str:
     """The tables of the page."""
     combinations = [
-        [title, *(answer(mask, feature) for feature in FEATURES.values())]
+        [title, *(table_cell(mask, feature) for feature in FEATURES.values())]
         for title, mask in MASKS.items()
     ]
     kinds = ("causal", "bottom-right causal", "window `(w, 0)`", "padding, causal", "thd, causal")
     heads = [
-        [title, *(answer(MASKS[kind], {}, LARGE._replace(D=D, Dv=Dv)) for kind in kinds)]
+        [title, *(table_cell(MASKS[kind], {}, LARGE._replace(D=D, Dv=Dv)) for kind in kinds)]
         for title, (D, Dv) in HEADS.items()
     ]
     return "\n\n".join((
@@ -202,9 +205,9 @@ def render() -> str:
 
 
 def page_with(tables: str, page: str) -> str:
-    """The page with these tables in place of those it has."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n{tables}\n{END}{rest.partition(END)[2]}"
+    """The page with these tables in place of its own."""
+    before, _, remaining = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n{tables}\n{END}{remaining.partition(END)[2]}"
 
 
 if __name__ == "__main__":

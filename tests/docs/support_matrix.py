@@ -2,7 +2,7 @@
 
     python -m tests.docs.support_matrix
 
-Devices: ``inspect.environment`` is asked as on a GPU of each kind. Modules and features: each cell
+Devices: ``inspect.environment`` answers as on a GPU of each kind. Modules and features: each cell
 is a run on the CPU, which takes the same decisions as a Hopper GPU, and a comparison.
 """
 
@@ -76,7 +76,7 @@ Run = Callable[..., Tensor]
 
 
 def build(case: Case, recipe: Recipe) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A module and its inputs, the same each time."""
+    """Build a module and its inputs, the same each time."""
     torch.manual_seed(0)
     module = case[0]()
     if type(module) is nn.Linear:
@@ -87,7 +87,7 @@ def build(case: Case, recipe: Recipe) -> tuple[nn.Module, tuple[Tensor, ...]]:
 def step(
     module: nn.Module, inputs: tuple[Tensor, ...], recipe: Recipe, run: Run | None = None
 ) -> list[Tensor]:
-    """Output and all gradients of one forward and backward; by ``run(module, *inputs)``."""
+    """Output and all gradients of a forward and backward, by ``run(module, *inputs)`` if given."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     with float8lab.autocast(recipe=recipe):
         y = run(module, *leaves) if run else module(*leaves)
@@ -96,26 +96,26 @@ def step(
     return [y.detach(), *(p.grad.clone() for p in (*leaves, *module.parameters()))]
 
 
-def same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+def all_equal(results: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 def count_gemms(case: Case, recipe: Recipe) -> str:
-    """Of the GEMMs of one forward and backward, those that a Hopper GPU runs in FP8."""
+    """How many GEMMs of one forward and backward a Hopper GPU runs in FP8."""
     module, inputs = build(case, recipe)
     with float8lab.count_gemms() as counts:
         step(module, inputs, recipe)
     return f"{counts.fp8} of {counts.fp8 + counts.high_precision}"
 
 
-# Features: True, False, or None where a module has no use for it.
+# Features return True, False, or None if the feature does not apply to the module.
 def attends_in_fp8(case: Case, recipe: Recipe) -> bool | None:
     module, inputs = build(case, recipe)
     if not any(isinstance(m, float8lab.DotProductAttention) for m in module.modules()):
         return None
-    plain = step(copy.deepcopy(module), inputs, recipe)
+    reference = step(copy.deepcopy(module), inputs, recipe)
     rounded = step(module, inputs, replace(recipe, fp8_dpa=True))
-    return not torch.equal(plain[0], rounded[0])
+    return not torch.equal(reference[0], rounded[0])
 
 
 def stores_weights(case: Case, recipe: Recipe) -> bool | None:
@@ -141,24 +141,24 @@ def compiles(case: Case, recipe: Recipe) -> bool | None:
     eager = step(copy.deepcopy(module), inputs, recipe)
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend="eager")
-    return same(step(module, inputs, recipe, lambda _, *x: compiled(*x)), eager)
+    return all_equal(step(module, inputs, recipe, lambda _, *x: compiled(*x)), eager)
 
 
 def checkpoints(case: Case, recipe: Recipe) -> bool:
     module, inputs = build(case, recipe)
-    plain = step(copy.deepcopy(module), inputs, recipe)
-    return same(step(module, inputs, recipe, float8lab.checkpoint), plain)
+    reference = step(copy.deepcopy(module), inputs, recipe)
+    return all_equal(step(module, inputs, recipe, float8lab.checkpoint), reference)
 
 
 def keeps_casts(case: Case, recipe: Recipe) -> bool | None:
     module, inputs = build(case, recipe)
     if not list(module.parameters()):
         return None
-    plain = copy.deepcopy(module)
+    reference = copy.deepcopy(module)
     return all(
-        same(
+        all_equal(
             step(module, inputs, recipe, functools.partial(_microbatch, first)),
-            step(plain, inputs, recipe),
+            step(reference, inputs, recipe),
         )
         for first in (True, False)
     )
@@ -178,21 +178,21 @@ def calibrates(case: Case, recipe: Recipe) -> bool | None:
 
 
 def exports(format: str, recipe: Recipe) -> bool:
-    """Of all modules with weights, as one model."""
-    model, frozen, plain = (nn.ModuleDict() for _ in range(3))
+    """Export and load all modules with weights, as one model."""
+    model, frozen, dequantized = (nn.ModuleDict() for _ in range(3))
     for number, case in enumerate(MODULES.values()):
         module, inputs = build(case, recipe)
         step(module, inputs, recipe)  # delayed scaling needs its scales
         model[str(number)] = module
-        frozen[str(number)], plain[str(number)] = case[0](), case[0]()
+        frozen[str(number)], dequantized[str(number)] = case[0](), case[0]()
     with tempfile.TemporaryDirectory() as directory:
         try:
             export(model, f"{directory}/out", format, recipe=recipe)
         except ValueError:
             return False  # the format has no layout for the recipe's blocks
         load_fp8(f"{directory}/out", frozen)
-        load_fp8(f"{directory}/out", plain, dequantize=True)
-    parameters, weights = dict(model.named_parameters()), dict(plain.named_parameters())
+        load_fp8(f"{directory}/out", dequantized, dequantize=True)
+    parameters, weights = dict(model.named_parameters()), dict(dequantized.named_parameters())
     stored = {n: p for n, p in frozen.named_parameters() if isinstance(p, float8lab.Float8Tensor)}
     assert all(torch.equal(p.dequantize(), weights[name]) for name, p in stored.items())
     floor = 15 if recipe.linear.w.element_dtype == E2M1 else 30
@@ -213,20 +213,20 @@ FORMATS = ("block-fp8", "compressed-tensors", "float8lab")
 
 
 def try_feature(feature: Callable[[Case, Recipe], bool | None], recipe: Recipe) -> str:
-    """``yes``, ``no``, ``-``, or the modules that differ."""
-    found = {name: feature(case, recipe) for name, case in MODULES.items()}
-    has = {name: result for name, result in found.items() if result is not None}
-    if not has:
+    """Return ``yes``, ``no``, ``-``, or the modules that differ."""
+    results = {name: feature(case, recipe) for name, case in MODULES.items()}
+    applicable = {name: result for name, result in results.items() if result is not None}
+    if not applicable:
         return "-"
-    failing = [name for name, result in has.items() if not result]
-    if len(failing) == len(has):
+    failing = [name for name, result in applicable.items() if not result]
+    if len(failing) == len(applicable):
         return "no"
     return "yes" if not failing else f"not {', '.join(failing)}"
 
 
 @contextlib.contextmanager
-def gpu(capability: tuple[int, int]) -> Iterator[None]:
-    """torch says that it has such a GPU."""
+def simulated_gpu(capability: tuple[int, int]) -> Iterator[None]:
+    """Let torch report a GPU of this capability."""
     declare._capability_of.cache_clear()
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
         yield
@@ -234,15 +234,15 @@ def gpu(capability: tuple[int, int]) -> Iterator[None]:
 
 
 def support(device: str) -> tuple[dict[str, str], list[str]]:
-    """Of a kind of device: how each recipe runs, and why not all in FP8."""
+    """How each recipe runs on a kind of device, and why some recipes do not run in FP8."""
     capability = DEVICES[device]
     if capability is None:
-        found = environment("cpu").support
+        rows = environment("cpu").support
     else:
-        with gpu(capability):
-            found = environment("cuda").support
-    why = [f"{one.name}: {one.reason}" for one in found if one.reason]
-    return {one.name: one.status for one in found}, why
+        with simulated_gpu(capability):
+            rows = environment("cuda").support
+    reasons = [f"{row.name}: {row.reason}" for row in rows if row.reason]
+    return {row.name: row.status for row in rows}, reasons
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -321,11 +321,11 @@ modules [compile](compile.md), for ONNX [around the layers](services.md), and fo
 
 
 def render() -> str:
-    """The page."""
+    """Return the text of the page."""
     names = [kind.__name__ for kind in RECIPES]
     columns = [f"`{name}`" for name in names]
     devices = {device: support(device) for device in DEVICES}
-    shown = [*names, "FP8 attention"]
+    row_names = [*names, "FP8 attention"]
     modules = {name: case for name, case in MODULES.items() if "DotProduct" not in name}
     features = [
         [name, *(try_feature(feature, kind()) for kind in RECIPES)]
@@ -342,12 +342,14 @@ def render() -> str:
         devices=table(
             ["recipe", *DEVICES],
             [
-                [title, *(found[name] for found, _ in devices.values())]
-                for title, name in zip([*columns, "FP8 attention"], shown, strict=True)
+                [title, *(statuses[name] for statuses, _ in devices.values())]
+                for title, name in zip([*columns, "FP8 attention"], row_names, strict=True)
             ],
         ),
         reasons="\n".join(
-            f"- {device}: {'; '.join(group(why))}" for device, (_, why) in devices.items() if why
+            f"- {device}: {'; '.join(group_by_reason(why))}"
+            for device, (_, why) in devices.items()
+            if why
         ),
         modules=table(
             ["module", *columns],
@@ -360,17 +362,17 @@ def render() -> str:
     )
 
 
-def group(reasons: Sequence[str]) -> list[str]:
+def group_by_reason(reasons: Sequence[str]) -> list[str]:
     """Names with one reason together.
 
-    >>> group(["A: old", "B: old", "C: new"])
+    >>> group_by_reason(["A: old", "B: old", "C: new"])
     ['old (A, B)', 'new (C)']
     """
-    names: dict[str, list[str]] = {}
+    names_by_reason: dict[str, list[str]] = {}
     for reason in reasons:
         name, text = reason.split(": ", 1)
-        names.setdefault(text, []).append(name)
-    return [f"{text} ({', '.join(who)})" for text, who in names.items()]
+        names_by_reason.setdefault(text, []).append(name)
+    return [f"{text} ({', '.join(recipe_names)})" for text, recipe_names in names_by_reason.items()]
 
 
 if __name__ == "__main__":

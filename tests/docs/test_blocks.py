@@ -1,9 +1,9 @@
-"""Python blocks of the documentation that cannot run in a test still name what exists.
+"""Python blocks of the documentation that no test can run use only existing names.
 
-Such a block has ``<!-- no-run: reason -->`` above it. Its names are builtins, or bound by it or by
-an earlier block of its page, or listed in the reason: ``given model, mesh``. What it takes from
-modules and classes exists there, with the keyword arguments that it passes. Where the reason says
-that a file *runs* it, the file has its statements, or reads the page.
+Such a block has ``<!-- no-run: reason -->`` above it. Each of its names is a builtin, or bound by
+the block or by an earlier block of its page, or listed in the reason: ``given model, mesh``. Every
+attribute of a module or class exists, and functions accept the keyword arguments that the block
+passes. If the reason says that a file *runs* it, the file has its statements, or reads the page.
 """
 
 import ast
@@ -27,7 +27,7 @@ REASON = re.compile(
     r"\A needs (?:several processes|(?:a|an)? ?(?:CUDA )?GPUs?|torchtitan, and a GPU|"
     r"a checkpoint of \S+)(?=;|$)"
 )
-OWN = ("float8lab", "torch")
+ALWAYS_IMPORTED = ("float8lab", "torch")
 LIBRARIES = {name.removesuffix(".py").replace("/", "."): needed for name, needed in NEEDS.items()}
 """Libraries that modules of the package load."""
 
@@ -37,41 +37,41 @@ UNKNOWN = object()
 Names = dict[str, Any]
 
 
-def imported(node: ast.Import | ast.ImportFrom) -> Names:
-    """What an import statement binds; raises for a name that a library here does not have."""
-    found: Names = {}
+def names_of_import(node: ast.Import | ast.ImportFrom) -> Names:
+    """Return the names that an import statement binds; raise for a name that its library lacks."""
+    names: Names = {}
     for alias in node.names:
         name = alias.asname or alias.name.split(".")[0]
         source = node.module if isinstance(node, ast.ImportFrom) else alias.name
         assert source is not None
         library = LIBRARIES.get(source, source.split(".")[0])
-        if library not in OWN and library not in sys.modules:
-            found[name] = UNKNOWN  # loading it would take seconds; blocks that do run, load it
+        if library not in ALWAYS_IMPORTED and library not in sys.modules:
+            names[name] = UNKNOWN  # loading it would take seconds; the blocks that run load it
             continue
         try:
             module = importlib.import_module(source)
         except ModuleNotFoundError as error:
             if error.name == source:
                 raise
-            found[name] = UNKNOWN  # it needs an optional library
+            names[name] = UNKNOWN  # it needs an optional library
             continue
         if isinstance(node, ast.ImportFrom):
             import_submodule(module, alias.name)
-            found[name] = getattr(module, alias.name)
+            names[name] = getattr(module, alias.name)
         else:
-            found[name] = module if alias.asname else importlib.import_module(name)
-    return found
+            names[name] = module if alias.asname else importlib.import_module(name)
+    return names
 
 
 def import_submodule(module: ModuleType, name: str) -> None:
-    """Import a part of a package that is no attribute of it yet."""
+    """Import a submodule of a package that is not an attribute of it yet."""
     missing = not hasattr(module, name) and hasattr(module, "__path__")
     if missing and importlib.util.find_spec(f"{module.__name__}.{name}") is not None:
         importlib.import_module(f"{module.__name__}.{name}")
 
 
-def bound(tree: ast.Module) -> Names:
-    """What a block binds at its top level."""
+def bound_names(tree: ast.Module) -> Names:
+    """Return the names that a block binds at its top level."""
     table = symtable.symtable(ast.unparse(tree), "block", "exec")
     names: Names = {
         symbol.get_name(): UNKNOWN
@@ -80,29 +80,29 @@ def bound(tree: ast.Module) -> Names:
     }
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names.update(imported(node))
+            names.update(names_of_import(node))
     return names
 
 
-def read(table: symtable.SymbolTable) -> set[str]:
-    """Names that a block, or a function in it, takes from outside."""
-    top = table.get_type() == "module"
+def free_names(table: symtable.SymbolTable) -> set[str]:
+    """Return the names that a block, or a function in it, takes from outside."""
+    is_module = table.get_type() == "module"
     names = {
         symbol.get_name()
         for symbol in table.get_symbols()
         if symbol.is_referenced()
-        and (symbol.is_global() if not top else not symbol.is_assigned())
+        and (symbol.is_global() if not is_module else not symbol.is_assigned())
         and not symbol.is_imported()
     }
-    return names.union(*map(read, table.get_children()))
+    return names.union(*map(free_names, table.get_children()))
 
 
-def resolved(node: ast.expr, known: Names) -> Any:
-    """The module, class or function that a dotted name means; raises if there is none."""
+def resolve(node: ast.expr, known_names: Names) -> Any:
+    """Return the module, class or function of a dotted name; raise if there is none."""
     if isinstance(node, ast.Name):
-        return known.get(node.id, UNKNOWN)
+        return known_names.get(node.id, UNKNOWN)
     if isinstance(node, ast.Attribute):
-        owner = resolved(node.value, known)
+        owner = resolve(node.value, known_names)
         if isinstance(owner, (ModuleType, type)):
             if isinstance(owner, ModuleType):
                 import_submodule(owner, node.attr)
@@ -110,26 +110,29 @@ def resolved(node: ast.expr, known: Names) -> Any:
     return UNKNOWN
 
 
-def check_names_of(tree: ast.Module, known: Names) -> None:
-    free = read(symtable.symtable(ast.unparse(tree), "block", "exec"))
-    unknown = {name for name in free if name not in known and not hasattr(builtins, name)}
+def assert_names_exist(tree: ast.Module, known_names: Names) -> None:
+    free = free_names(symtable.symtable(ast.unparse(tree), "block", "exec"))
+    unknown = {name for name in free if name not in known_names and not hasattr(builtins, name)}
     assert not unknown, f"names that nothing binds: {sorted(unknown)}"
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            resolved(node, known)
+            resolve(node, known_names)
         if isinstance(node, ast.Call):
-            function = resolved(node.func, known)
-            made_by = function.__init__ if isinstance(function, type) else function
-            if not inspect.isfunction(made_by):
+            function = resolve(node.func, known_names)
+            constructor = function.__init__ if isinstance(function, type) else function
+            if not inspect.isfunction(constructor):
                 continue
             parameters = inspect.signature(function).parameters
             if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
-                passed = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
-                assert passed <= set(parameters), (ast.unparse(node.func), passed - set(parameters))
+                keywords = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+                assert keywords <= set(parameters), (
+                    ast.unparse(node.func),
+                    keywords - set(parameters),
+                )
 
 
 def statements(tree: ast.AST) -> Iterator[str]:
-    """Each statement in one spelling, a function by its name, another with a body by its start."""
+    """Yield statements in a normal form: definitions by name, compound statements by first line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and not isinstance(node, (ast.Import, ast.ImportFrom)):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -140,49 +143,51 @@ def statements(tree: ast.AST) -> Iterator[str]:
                 )
 
 
-def missing_in(file: Path, tree: ast.Module, page: Path) -> set[str]:
-    """The statements of a block that a file said to run it does not have."""
+def missing_statements(file: Path, tree: ast.Module, page: Path) -> set[str]:
+    """Return the statements of a block that are missing in the file said to run it."""
     source = file.read_text()
     if page.name in source:
-        return set()  # it takes the block from the page
+        return set()  # the file takes the block from the page
     return set(statements(tree)) - set(statements(ast.parse(source)))
 
 
-def check_page(page: Path, text: str) -> None:
+def assert_blocks_are_valid(page: Path, text: str) -> None:
     """Check the blocks that do not run."""
-    known: Names = {"__name__": "__main__"}
+    known_names: Names = {"__name__": "__main__"}
     if "<!-- no-run" not in text:
         return
     for block in BLOCK.finditer(text):
         if block["code"] is None:
             continue
-        where = f"{page_name(page)}:{text.count(chr(10), 0, block.start('code'))}"
+        location = f"{page_name(page)}:{text.count(chr(10), 0, block.start('code'))}"
         tree = ast.parse(block["code"])
         if block["why"] is None:
-            known.update(bound(tree))
+            known_names.update(bound_names(tree))
             continue
-        why = " ".join(block["why"].split()).removeprefix(":")
-        assert REASON.match(why), f"{where}: a block that needs {why!r} can run in a test"
-        given = re.search(r"; given ([\w, ]+)", why)
-        known.update(dict.fromkeys(given[1].split(", ") if given else [], UNKNOWN))
-        said = re.search(r"(\S+\.py) runs it", why)
-        assert "run" not in why or said, f"{where}: {why}"
-        if said:
-            missing = missing_in(ROOT / said[1], tree, page)
-            assert not missing, f"{where}: {said[1]} does not have {sorted(missing)}"
+        reason = " ".join(block["why"].split()).removeprefix(":")
+        assert REASON.match(reason), f"{location}: a block that needs {reason!r} can run in a test"
+        given_names = re.search(r"; given ([\w, ]+)", reason)
+        known_names.update(
+            dict.fromkeys(given_names[1].split(", ") if given_names else [], UNKNOWN)
+        )
+        file_match = re.search(r"(\S+\.py) runs it", reason)
+        assert "run" not in reason or file_match, f"{location}: {reason}"
+        if file_match:
+            missing = missing_statements(ROOT / file_match[1], tree, page)
+            assert not missing, f"{location}: {file_match[1]} does not have {sorted(missing)}"
         try:
-            known.update(bound(tree))
-            check_names_of(tree, known)
+            known_names.update(bound_names(tree))
+            assert_names_exist(tree, known_names)
         except (AssertionError, AttributeError, ImportError) as error:
-            raise AssertionError(f"{where}: {error}") from error
+            raise AssertionError(f"{location}: {error}") from error
 
 
-def test_blocks_that_cannot_run_name_what_exists():
+def test_blocks_that_cannot_run_use_existing_names():
     for page in PAGES:
-        check_page(page, page.read_text())
+        assert_blocks_are_valid(page, page.read_text())
 
 
-BROKEN = {
+INVALID_BLOCKS = {
     "no such name": ("several processes", "OptimizerState()", "nothing binds: ..OptimizerState"),
     "no such import": ("a CUDA GPU", "from torch import Tensors", "Tensors"),
     "no such attribute": ("GPUs", "import torch\ntorch.nn.Linears(1, 2)", "Linears"),
@@ -193,8 +198,10 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("why", "code", "message"), BROKEN.values(), ids=BROKEN.keys())
-def test_what_is_wrong_with_a_block_is_said(why: str, code: str, message: str):
-    text = f"# Page\n\n<!-- no-run: needs {why} -->\n```python\n{code}\n```\n"
+@pytest.mark.parametrize(
+    ("reason", "code", "message"), INVALID_BLOCKS.values(), ids=INVALID_BLOCKS.keys()
+)
+def test_errors_of_invalid_blocks_name_the_fault(reason: str, code: str, message: str):
+    text = f"# Page\n\n<!-- no-run: needs {reason} -->\n```python\n{code}\n```\n"
     with pytest.raises(AssertionError, match=message):
-        check_page(ROOT / "docs" / "index.md", text)
+        assert_blocks_are_valid(ROOT / "docs" / "index.md", text)

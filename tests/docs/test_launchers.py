@@ -1,4 +1,4 @@
-"""Programs of docs/launchers.md and docs/transformers.md, started by the commands they show."""
+"""Programs of docs/launchers.md and docs/transformers.md, started by the commands on the pages."""
 
 import os
 import re
@@ -25,11 +25,11 @@ COMMANDS = [
 MODULES = {"accelerate": "accelerate.commands.accelerate_cli", "torchrun": "torch.distributed.run"}
 
 
-def losses(command: str, folder: Path) -> list[str]:
-    """What rank 0 printed of each step."""
+def step_lines(command: str, folder: Path) -> list[str]:
+    """Return the lines that rank 0 printed for each step."""
     program, *words = command.replace("examples/", f"{ROOT}/examples/").split()
     module = ["-m", MODULES[program]] if program in MODULES else []
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *module, *words],
         cwd=folder,
         capture_output=True,
@@ -37,11 +37,13 @@ def losses(command: str, folder: Path) -> list[str]:
         check=False,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
-    # Gloo's thread may drop the tensor of the last collective only when the interpreter has ended,
-    # and asks for its lock: then Python aborts the process, which has done all that it had to do.
-    ended = done.returncode == 0 or "terminate called without an active exception" in done.stderr
-    assert ended, done.stdout + done.stderr
-    return [line for line in done.stdout.splitlines() if line.startswith("step")]
+    # Gloo's thread may release the tensor of the last collective only after the interpreter has
+    # ended, and asks for its lock. Python then aborts the process, which has done all its work.
+    succeeded = (
+        process.returncode == 0 or "terminate called without an active exception" in process.stderr
+    )
+    assert succeeded, process.stdout + process.stderr
+    return [line for line in process.stdout.splitlines() if line.startswith("step")]
 
 
 def commands_of(name: str) -> list[str]:
@@ -50,25 +52,25 @@ def commands_of(name: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, _ in PROGRAMS])
-def test_resumes_on_two_processes(name: str, tmp_path: Path) -> None:
+def test_programs_of_the_page_resume_on_two_processes(name: str, tmp_path: Path) -> None:
     pytest.importorskip("lightning" if name == "train_lightning" else "accelerate")
     (tmp_path / f"{name}.py").write_text(dict(PROGRAMS)[name])
     start, resume = commands_of(name)
-    whole = losses(start, tmp_path)
-    assert len(whole) == 6  # of 12 batches: each process had every other one
-    assert losses(resume, tmp_path) == whole[3:]
+    uninterrupted = step_lines(start, tmp_path)
+    assert len(uninterrupted) == 6  # 12 batches, of which each process had every other one
+    assert step_lines(resume, tmp_path) == uninterrupted[3:]
 
 
 @pytest.mark.parametrize("name", ["train_accelerate", "train_fp8"])
-def test_accelerates_program_resumes_on_forks(
+def test_accelerate_programs_resume_on_forked_processes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the launcher, whose configuration is read as it reads it."""
+    """Runs without the launcher; its configuration file is read as the launcher reads it."""
     config = pytest.importorskip("accelerate.commands.config.config_args")
     program = tmp_path / f"{name}.py"
     program.write_text(dict(PROGRAMS)[program.stem])
     monkeypatch.chdir(tmp_path)
-    printed = []
+    lines_of_runs = []
     for number, command in enumerate(commands_of(program.stem)):
         _, launch, _, path, _, *words = command.split()
         assert launch == "launch"
@@ -76,13 +78,13 @@ def test_accelerates_program_resumes_on_forks(
         folder = tmp_path / f"printed-{number}"
         folder.mkdir()
         lines = run_program(world, program, *words, folder=folder).splitlines()
-        printed.append([line for line in lines if line.startswith("step")])
-    whole, resumed = printed
-    assert len(whole) == 6  # of 12 batches: each process had every other one
-    assert resumed == whole[3:]
+        lines_of_runs.append([line for line in lines if line.startswith("step")])
+    uninterrupted, resumed = lines_of_runs
+    assert len(uninterrupted) == 6  # 12 batches, of which each process had every other one
+    assert resumed == uninterrupted[3:]
 
 
-STARTS = re.findall(
+START_COMMANDS = re.findall(
     r"^(?:python -m float8lab\S+|ACCELERATE_\S+ torchrun) .*program.py$", PAGE, re.M
 )
 PROGRAM = """
@@ -98,7 +100,7 @@ accelerator.end_training()
 
 @pytest.fixture
 def fp8_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """``fp8.yaml`` in the current folder, which is empty but for that."""
+    """``fp8.yaml`` in the current folder, which is otherwise empty."""
     config = (ROOT / "examples/accelerate/ddp.yaml").read_text()
     path = tmp_path / "fp8.yaml"
     path.write_text(config.replace("precision: bf16", "precision: fp8"))
@@ -108,12 +110,12 @@ def fp8_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def environment_of(module: str, *words: str) -> dict[str, str]:
-    """The environment that a launcher, run as a module, would start the program in."""
-    started: list[dict[str, str]] = []
+def launched_environment(module: str, *words: str) -> dict[str, str]:
+    """The environment in which a launcher, run as a module, would start the program."""
+    environments: list[dict[str, str]] = []
 
     def start(*args: object, env: dict[str, str] | None = None) -> SimpleNamespace:
-        started.append(dict(env or os.environ))
+        environments.append(dict(env or os.environ))
         return SimpleNamespace(wait=lambda: None, returncode=0)
 
     with (
@@ -122,36 +124,38 @@ def environment_of(module: str, *words: str) -> dict[str, str]:
         patch("torch.distributed.run.run", start),
     ):
         runpy.run_module(module, run_name="__main__")
-    (environment,) = started
+    (environment,) = environments
     return environment
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-@pytest.mark.parametrize("command", STARTS)
-def test_fp8_that_the_launcher_alone_says(command: str, fp8_config: Path) -> None:
+@pytest.mark.parametrize("command", START_COMMANDS)
+def test_fp8_set_only_by_the_launcher_converts_the_model(command: str, fp8_config: Path) -> None:
     integration = pytest.importorskip("float8lab.integrations.accelerate")
     program = fp8_config.with_name("program.py")
     program.write_text(PROGRAM)
     first, *words = command.split()
     if first == "python":
         try:
-            environment = environment_of(*words[1:])
+            environment = launched_environment(*words[1:])
         finally:
             integration.disable()
         assert environment["ACCELERATE_MIXED_PRECISION"] == "fp8"
         return
     setting = "import os; os.environ[{!r}] = {!r}".format(*first.split("="))
     program.write_text(setting + PROGRAM)  # the forks do not have this process's environment
-    printed = run_program(int(words[2]), program, folder=fp8_config.parent)
-    assert printed.splitlines()[0] == "fp8 float8lab.nn.linear"
+    output = run_program(int(words[2]), program, folder=fp8_config.parent)
+    assert output.splitlines()[0] == "fp8 float8lab.nn.linear"
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-@pytest.mark.parametrize("command", [c for c in STARTS if c.startswith("python")])
-def test_accelerates_own_launcher_says_what_the_page_quotes(command: str, fp8_config: Path) -> None:
+@pytest.mark.parametrize("command", [c for c in START_COMMANDS if c.startswith("python")])
+def test_the_error_of_accelerates_launcher_is_quoted_by_the_page(
+    command: str, fp8_config: Path
+) -> None:
     utils = pytest.importorskip("accelerate.utils")
     if utils.is_fp8_available():
         pytest.skip("Transformer Engine, MS-AMP or torchao is installed")
     with pytest.raises(RuntimeError) as error:
-        environment_of(MODULES["accelerate"], *command.split()[3:])
+        launched_environment(MODULES["accelerate"], *command.split()[3:])
     assert f"`{error.value}`" in " ".join(PAGE.split())

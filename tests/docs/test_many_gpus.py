@@ -1,4 +1,4 @@
-"""docs/many_gpus.md: the meshes that the prediction finds fastest, and what is equal to one GPU."""
+"""docs/many_gpus.md: the fastest predicted meshes, and the table of what equals one GPU."""
 
 import re
 from pathlib import Path
@@ -17,17 +17,17 @@ ROWS = re.findall(r"^\| `([\w-]+)` \| (\d+) \| `([\w=,]+)` \|$", PAGE.read_text(
 
 
 @pytest.mark.parametrize(("model", "gpus", "mesh"), ROWS, ids=lambda value: value)
-def test_mesh_is_the_fastest(model: str, gpus: str, mesh: str) -> None:
+def test_each_mesh_of_the_page_is_the_fastest(model: str, gpus: str, mesh: str) -> None:
     steps = fastest(model_size(model), RECIPES["current"], Job(batch=int(gpus)), int(gpus))
     assert next(step.mesh for step in steps if step.mesh.cp == 1) == parse(mesh, int(gpus))
 
 
-def test_there_are_meshes() -> None:
+def test_the_page_has_five_meshes() -> None:
     assert len(ROWS) == 5
 
 
-def test_every_line_of_what_is_equal_is_measured() -> None:
-    """The tests of ranks compare each line with what they measure; none is left out or double."""
+def test_every_row_of_the_equality_table_is_measured() -> None:
+    """The tests of ranks compare each row with a measurement, once each."""
     tests = "".join(path.read_text() for path in (ROOT / "tests" / "distributed").glob("test_*.py"))
     measured = re.findall(r'assert_row\(ranks, "([^"]+)"|^ +name = "(data, [^"]+)"', tests, re.M)
     rows = equality.page_rows()

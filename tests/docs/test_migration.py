@@ -1,4 +1,4 @@
-"""docs/migration/transformer_engine.md has every parameter of what it lists."""
+"""docs/migration/transformer_engine.md lists every parameter of the names that it describes."""
 
 import inspect
 import re
@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "migration" / "transformer_engine.md").read_text()
 SECTIONS = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", TEXT, re.M | re.S))
 
-# Public names that Transformer Engine has nothing like.
-OWN = {
+# Public names without a counterpart in Transformer Engine.
+WITHOUT_COUNTERPART = {
     "backward_on_this_core", "compute_intensive_ops",
     "ExpertMLP",
     "Float4Tensor", "Float8Tensor", "conversion_report", "convert_to_float8", "count_gemms",
@@ -23,16 +23,21 @@ OWN = {
 
 
 def parameters(value) -> set[str]:
-    """Of a class's constructor and forward, or of a function; but for ``ub_*``."""
-    found = set(inspect.signature(value).parameters) - {"ub"}
+    """Parameters of a function, or of a class's constructor and forward, without ``ub_*``."""
+    names = set(inspect.signature(value).parameters) - {"ub"}
     if inspect.isclass(value) and hasattr(value, "forward"):
-        found |= set(inspect.signature(value.forward).parameters) - {"self"}
-    return found
+        names |= set(inspect.signature(value.forward).parameters) - {"self"}
+    return names
 
 
-def test_every_name_of_that_api_has_a_section():
+def test_every_public_name_with_a_counterpart_has_a_section():
     recipes = {name for name in float8lab.recipes.__all__ if name not in float8lab.__all__}
-    expected = set(float8lab.__all__) - OWN | recipes - {"ALL", "Auto", "LinearPlan", "Recipe"}
+    expected = set(float8lab.__all__) - WITHOUT_COUNTERPART | recipes - {
+        "ALL",
+        "Auto",
+        "LinearPlan",
+        "Recipe",
+    }
     assert set(SECTIONS) == expected
 
 
@@ -44,6 +49,6 @@ def test_section_names_every_parameter(name: str):
     else:
         named = set(re.findall(r"`(\w+)[`(]", SECTIONS[name]))
         calls = re.findall(r"`\w+\(([\w, ]*)\)`", SECTIONS[name])
-        named |= {part.strip() for call in calls for part in call.split(",")}
+        named |= {name.strip() for call in calls for name in call.split(",")}
         missing = parameters(value) - named
     assert not missing, f"'### `{name}`' must say what became of {sorted(missing)}"

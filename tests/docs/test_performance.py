@@ -1,4 +1,4 @@
-"""docs/performance.md and its plots are what the tables of RESULTS.md say."""
+"""docs/performance.md and its plots show the tables of RESULTS.md."""
 
 import xml.etree.ElementTree as ElementTree
 
@@ -30,28 +30,34 @@ up: 1 x 2
 """
 
 
-def test_tables_of_a_page():
-    linear, hand = make_performance.tables(TEXT)
+def test_tables_are_parsed_from_a_page():
+    linear, second = make_performance.tables(TEXT)
     assert (linear.section, linear.caption, linear.facts["commit"]) == (
         "linear", "up: 1 x 2", "abc",
     )  # fmt: skip
     assert linear.rows[1] == {"implementation": "delayed", "x bf16": "1.50", "GPU ms": "-"}
-    assert (hand.section, hand.facts, hand.rows) == ("By hand", {}, [{"run": "one", "loss": "0.7"}])
+    assert (second.section, second.facts, second.rows) == (
+        "By hand",
+        {},
+        [{"run": "one", "loss": "0.7"}],
+    )
 
 
-def test_page_and_plots_are_those_of_results():
+def test_page_and_plots_are_generated_from_the_results():
     for path, text in make_performance.make().items():
         assert path.read_text() == text, "run python -m docs.make_performance"
 
 
 def test_claims_repeat_sustained_measurements():
-    """What README.md says of float8lab beside its peers stands in the tables of the benchmarks."""
-    found = make_performance.tables(make_performance.RESULTS.read_text())
-    claims = [table for table in found if table.section == make_performance.PEERS]
+    """The speed-ups of float8lab in README.md's comparison are in the tables of the benchmarks."""
+    tables_of_results = make_performance.tables(make_performance.RESULTS.read_text())
+    claims = [table for table in tables_of_results if table.section == make_performance.PEERS]
     ratio = make_performance.RATIOS[0]
     columns = (ratio, "x bf16 in the same mode")  # steps of a small model do not reach full power
-    others = [row for table in found if table not in claims for row in table.rows]
-    measured = {row.get(column) for row in others for column in columns}
+    benchmark_rows = [
+        row for table in tables_of_results if table not in claims for row in table.rows
+    ]
+    measured = {row.get(column) for row in benchmark_rows for column in columns}
     claimed = {
         row[ratio]
         for table in claims

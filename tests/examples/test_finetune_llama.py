@@ -1,4 +1,4 @@
-"""The Transformers example trains, and compares what it trained."""
+"""The Transformers example trains, and compares its runs."""
 
 import re
 import warnings
@@ -7,27 +7,27 @@ from pathlib import Path
 import pytest
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what its dependencies are deprecated for
+    warnings.simplefilter("ignore")  # deprecation warnings of its dependencies
     transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers'")
     pytest.importorskip("accelerate", reason="needs the extra 'transformers'")
     import finetune_llama
 
 
-def test_prints_what_was_saved(capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_trains_and_prints_the_savings(capsys: pytest.CaptureFixture[str]) -> None:
     assert finetune_llama.main(["--steps", "6", "--batch", "1", "--recipe", "delayed"]) == 0
-    printed = capsys.readouterr().out
-    assert "14 of 15 linear layers in FP8" in printed
-    bf16, fp8 = (float(loss) for loss in re.findall(r"(?:bf16|FP8) (\d\.\d+)", printed))
+    output = capsys.readouterr().out
+    assert "14 of 15 linear layers in FP8" in output
+    bf16, fp8 = (float(loss) for loss in re.findall(r"(?:bf16|FP8) (\d\.\d+)", output))
     assert abs(bf16 - fp8) < 0.1 * bf16
-    assert max(bf16, fp8) < 5.3  # of 5.55 at the start
-    (row,) = (line for line in printed.splitlines() if line.startswith("saved for backward"))
+    assert max(bf16, fp8) < 5.3  # the loss at the start is 5.55
+    (row,) = (line for line in output.splitlines() if line.startswith("saved for backward"))
     bytes_bf16, bytes_fp8 = map(float, re.findall(r"([\d.]+) kB", row))
     assert bytes_fp8 < 0.9 * bytes_bf16
-    assert "emulated" in printed
+    assert "emulated" in output
 
 
 @pytest.mark.filterwarnings("ignore")  # advice of the tokenizer
-def test_starts_from_a_model_and_saves_it(tmp_path: Path) -> None:
+def test_example_starts_from_a_saved_model_and_saves_another(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
         vocab_size=384, **{**finetune_llama.PRESETS["tiny"], "num_hidden_layers": 1}
     )

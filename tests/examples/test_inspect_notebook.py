@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom and shows what it says."""
+"""The notebook runs from top to bottom and shows what its text says."""
 
 import ast
 import contextlib
@@ -18,47 +18,51 @@ def notebook():
 
 
 def run_in_a_kernel(notebook):
-    """Another process, as a reader of the notebook has it; the checkout need not be installed."""
+    """Run in another process, as a reader does; float8lab need not be installed."""
     nbclient = pytest.importorskip("nbclient")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(NOTEBOOK.parents[1]))
-        patch.setenv("PYTHONWARNINGS", "ignore")  # of ipykernel; those of float8lab are shown below
-        patch.setenv("OMP_NUM_THREADS", "1")  # its tensors are small, and other tests run beside it
+        # For warnings of ipykernel; those of float8lab are shown by cells.
+        patch.setenv("PYTHONWARNINGS", "ignore")
+        # Its tensors are small, and other tests run at the same time.
+        patch.setenv("OMP_NUM_THREADS", "1")
         client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
         client.execute(cwd=str(NOTEBOOK.parent))
 
 
-def run_here(notebook):
-    """What a kernel does but for its displays: the value of a cell's last line is its output."""
-    v4, names = pytest.importorskip("nbformat").v4, {"__name__": "__main__"}
+def run_in_this_process(notebook):
+    """Run as a kernel does, except for displays: the value of a cell's last line is its output."""
+    v4, variables = pytest.importorskip("nbformat").v4, {"__name__": "__main__"}
     for cell in notebook.cells:
         if cell.cell_type != "code":
             continue
         lines = ast.parse(cell.source).body
-        shows = isinstance(lines[-1], ast.Expr) and not cell.source.endswith(";")
-        last = ast.Expression(lines.pop().value if shows else ast.Constant(None))
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            exec(compile(ast.Module(lines, []), "cell", "exec"), names)
-            value = eval(compile(ast.fix_missing_locations(last), "cell", "eval"), names)
-        if printed.getvalue():
-            cell.outputs.append(v4.new_output("stream", name="stdout", text=printed.getvalue()))
+        has_value = isinstance(lines[-1], ast.Expr) and not cell.source.endswith(";")
+        last_expression = ast.Expression(lines.pop().value if has_value else ast.Constant(None))
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            exec(compile(ast.Module(lines, []), "cell", "exec"), variables)
+            value = eval(
+                compile(ast.fix_missing_locations(last_expression), "cell", "eval"), variables
+            )
+        if output.getvalue():
+            cell.outputs.append(v4.new_output("stream", name="stdout", text=output.getvalue()))
         if value is not None:
             html = value._repr_html_() if hasattr(value, "_repr_html_") else None
             data = {"text/plain": repr(value), "text/html": html}
             if hasattr(value, "_repr_mimebundle_"):
                 data |= value._repr_mimebundle_([], [])
             data["image/png"] = "" if hasattr(value, "savefig") else None
-            data = {kind: shown for kind, shown in data.items() if shown is not None}
+            data = {kind: content for kind, content in data.items() if content is not None}
             cell.outputs.append(v4.new_output("execute_result", data=data))
 
 
 @pytest.fixture(
     scope="module",
-    params=[run_here, pytest.param(run_in_a_kernel, marks=pytest.mark.slow)],
-    ids=["here", "kernel"],
+    params=[run_in_this_process, pytest.param(run_in_a_kernel, marks=pytest.mark.slow)],
+    ids=["this process", "kernel"],
 )
 def executed(request, notebook):
-    """A copy with outputs; a cell that raises is an error that names it."""
+    """A copy with outputs; the error of a cell that raises names the cell."""
     for name in ("ipykernel", "matplotlib", "plotly", "rich"):
         pytest.importorskip(name)
     executed = copy.deepcopy(notebook)
@@ -66,8 +70,8 @@ def executed(request, notebook):
     return executed
 
 
-def shown(notebook, start):
-    """What the cell that begins with ``start`` shows: text, and the kinds of pictures."""
+def shown_by_cell(notebook, start):
+    """What the cell that begins with ``start`` shows: its text, and the kinds of its outputs."""
     (cell,) = [c for c in notebook.cells if c.cell_type == "code" and c.source.startswith(start)]
     text, kinds = "", set()
     for output in cell.outputs:
@@ -90,40 +94,43 @@ def test_notebook_is_stored_without_outputs(notebook):
 def test_no_cell_warns_or_fails(executed):
     for cell in executed.cells:
         if cell.cell_type == "code":
-            shown(executed, cell.source)
+            shown_by_cell(executed, cell.source)
 
 
-def test_tensor(executed):
-    text, kinds = shown(executed, "x = torch.randn")
+def test_tensor_cells_show_text_pictures_and_errors(executed):
+    text, kinds = shown_by_cell(executed, "x = torch.randn")
     assert "Float8Tensor(" in text
     assert "data:image/png;base64," in text
     assert "text/html" in kinds
-    tensor, blocks = shown(executed, "blocks = ")[0].splitlines()
-    error, smaller = (float(line.split()[-1].rstrip("%")) for line in (tensor, blocks))
-    assert error > 3 * smaller
-    assert "image/png" in shown(executed, "blocks.plot()")[1]
+    tensor, blocks = shown_by_cell(executed, "blocks = ")[0].splitlines()
+    error, blockwise_error = (float(line.split()[-1].rstrip("%")) for line in (tensor, blocks))
+    assert error > 3 * blockwise_error
+    assert "image/png" in shown_by_cell(executed, "blocks.plot()")[1]
 
 
-def test_watch(executed):
-    assert "3 of 3 linear layers in FP8" in shown(executed, "model = ")[0]
-    table = shown(executed, "optimizer = ")[0]
+def test_watch_cells_show_the_table_and_the_worst_operand(executed):
+    assert "3 of 3 linear layers in FP8" in shown_by_cell(executed, "model = ")[0]
+    table = shown_by_cell(executed, "optimizer = ")[0]
     assert "step 12, loss" in table
-    assert "staleness +" in shown(executed, "worst = ")[0]
-    assert shown(executed, "worst = ")[0].startswith("12 0 x ")
-    assert "report.html in a browser" in shown(executed, "page = ")[0]
+    assert "staleness +" in shown_by_cell(executed, "worst = ")[0]
+    assert shown_by_cell(executed, "worst = ")[0].startswith("12 0 x ")
+    assert "report.html in a browser" in shown_by_cell(executed, "page = ")[0]
 
 
-def test_find_nan(executed):
-    assert "1 (Root), forward, step 0" in shown(executed, "class Root")[0]
+def test_the_find_nan_cell_names_the_module(executed):
+    assert "1 (Root), forward, step 0" in shown_by_cell(executed, "class Root")[0]
 
 
-def test_sensitivity_and_overrides(executed):
-    text = shown(executed, "float8lab.to_high_precision")[0]
-    first = next(line for line in text.splitlines() if "fprop" in line or "wgrad" in line)
-    assert first.split()[:2] == ["2", "fprop"]
-    assert shown(executed, "overrides = ")[0].startswith("{'2': ")
+def test_the_sensitivity_cells_show_the_worst_gemm_and_overrides(executed):
+    text = shown_by_cell(executed, "float8lab.to_high_precision")[0]
+    worst_row = next(line for line in text.splitlines() if "fprop" in line or "wgrad" in line)
+    assert worst_row.split()[:2] == ["2", "fprop"]
+    assert shown_by_cell(executed, "overrides = ")[0].startswith("{'2': ")
 
 
-def test_advice_and_memory(executed):
-    assert "modelled for an H200" in shown(executed, "with torch.device")[0]
-    assert shown(executed, "print(inspect.memory_report")[0].splitlines()[-1].split()[0] == "total"
+def test_advice_and_memory_cells_show_their_reports(executed):
+    assert "modelled for an H200" in shown_by_cell(executed, "with torch.device")[0]
+    assert (
+        shown_by_cell(executed, "print(inspect.memory_report")[0].splitlines()[-1].split()[0]
+        == "total"
+    )

@@ -1,4 +1,4 @@
-"""Blocks as ``TransformerLayer``: the same model; the Llama; jobs that train them."""
+"""Blocks replaced by ``TransformerLayer`` compute the same model, for the GPT and the Llama."""
 
 import copy
 
@@ -17,8 +17,8 @@ MODELS = {
 }
 
 
-def moved(model):
-    """The model in float64, its vectors away from the zeros and ones they start as."""
+def with_random_vectors(model):
+    """The model in float64, with random vectors in place of the initial zeros and ones."""
     model = model.double()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -28,9 +28,9 @@ def moved(model):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_transformer_layers_are_the_plain_blocks(name):
-    """Logits and every gradient, from the same weights; rotary angles turn in float32 there."""
-    plain = moved(MODELS[name]())
+def test_transformer_layers_have_the_gradients_of_plain_blocks(name):
+    """Compare logits and all gradients, from the same weights; rotary angles are float32 there."""
+    plain = with_random_vectors(MODELS[name]())
     fused = copy.deepcopy(plain)
     use_transformer_layers(fused)
     tokens, targets = torch.randint(256, (2, 2, 12))
@@ -38,14 +38,15 @@ def test_transformer_layers_are_the_plain_blocks(name):
     assert torch.allclose(fused(tokens), plain(tokens), atol=tolerance, rtol=tolerance)
     for model in (plain, fused):
         model(tokens, targets).backward()
-    for ours, theirs in zip(fused.blocks, plain.blocks, strict=True):
-        for parameter in theirs.parameters():
-            parameter.data = parameter.grad  # then the names of weights are those of gradients
-        expected = layers._weights(theirs)
-        assert set(expected) == {name for name, _ in ours.named_parameters()}
-        for label, parameter in ours.named_parameters():
+    for fused_block, plain_block in zip(fused.blocks, plain.blocks, strict=True):
+        for parameter in plain_block.parameters():
+            parameter.data = parameter.grad  # so that _weights returns the gradients
+        expected = layers._weights(plain_block)
+        assert set(expected) == {name for name, _ in fused_block.named_parameters()}
+        for label, parameter in fused_block.named_parameters():
             scale = tolerance * expected[label].norm()
-            if not label.endswith("key_bias"):  # whose gradient is 0, since softmax cancels it
+            # The gradient of a key bias is 0, because softmax cancels it.
+            if not label.endswith("key_bias"):
                 assert (parameter.grad - expected[label]).norm() <= scale, label
     for label, parameter in plain.named_parameters():
         if not label.startswith("blocks."):
@@ -54,7 +55,7 @@ def test_transformer_layers_are_the_plain_blocks(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_cannot_see_the_future(name):
+def test_a_later_token_changes_no_earlier_logits(name):
     model = MODELS[name]().eval()
     tokens = torch.randint(256, (1, 8))
     changed = tokens.clone()
@@ -63,12 +64,13 @@ def test_a_model_cannot_see_the_future(name):
     assert not torch.allclose(model(tokens)[:, -1], model(changed)[:, -1])
 
 
-def test_a_llama_knows_distances_and_not_positions():
-    """Rotating queries and keys by one angle more changes nothing."""
+def test_rotary_scores_depend_only_on_distances():
+    """Rotating queries and keys by one more angle changes no score."""
     q, k = torch.randn(2, 1, 1, 9, 8, dtype=torch.float64)
-    turn = llama.angles(10, 8, torch.device("cpu")).double()
+    rotary_angles = llama.rotary_angles(10, 8, torch.device("cpu")).double()
     scores = [
-        llama.rotate(q, turn[n : n + 9]) @ llama.rotate(k, turn[n : n + 9]).transpose(2, 3)
+        llama.rotate(q, rotary_angles[n : n + 9])
+        @ llama.rotate(k, rotary_angles[n : n + 9]).transpose(2, 3)
         for n in (0, 1)
     ]
     assert torch.allclose(*scores, atol=1e-5)
@@ -85,7 +87,7 @@ def test_sizes_that_do_not_fit_are_refused(change, message):
         llama.LlamaConfig(**sizes | change)
 
 
-def test_a_gpt_without_biases_has_no_such_layers():
+def test_a_gpt_without_biases_is_refused():
     config = gpt.GPTConfig(context=8, n_layer=1, n_head=2, dim=16, bias=False)
     with pytest.raises(ValueError, match="bias must be True"):
         use_transformer_layers(gpt.GPT(config))

@@ -1,4 +1,4 @@
-"""The Megatron-style example: four ranks train as one does, and go on from each other's files."""
+"""The Megatron-style example: four ranks train as one does, and each resumes the other's files."""
 
 import re
 from collections.abc import Callable
@@ -14,28 +14,28 @@ PROGRAM = ROOT / "examples" / "megatron_style.py"
 STEPS = ["--steps", "2", "--batch", "2", "--micro", "1"]
 
 
-def losses(printed: str) -> list[float]:
+def losses_in(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"step +\d+  loss ([\d.]+)", printed)]
 
 
-def on_gpus(count: int, *args: str) -> list[float]:
-    return losses(run_torchrun(count, PROGRAM, *STEPS, *args))
+def run_on_gpus(count: int, *args: str) -> list[float]:
+    return losses_in(run_torchrun(count, PROGRAM, *STEPS, *args))
 
 
 @pytest.fixture
-def on_four(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]]:
+def run_on_four(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]]:
     def run(*args: str) -> list[float]:
         folder = tmp_path_factory.mktemp("printed")
-        return losses(run_program(4, PROGRAM, *STEPS, *args, folder=folder))
+        return losses_in(run_program(4, PROGRAM, *STEPS, *args, folder=folder))
 
     return run
 
 
 @pytest.fixture
-def on_one(
+def run_on_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., list[float]]:
-    """Run it in this process, the only one."""
+    """Run the example in this process, as the only rank."""
     for name, value in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
@@ -43,30 +43,35 @@ def on_one(
 
     def run(*args: str) -> list[float]:
         assert megatron_style.main(["--tp", "1", "--pp", "1", *STEPS, *args]) == 0
-        return losses(capsys.readouterr().out)
+        return losses_in(capsys.readouterr().out)
 
     return run
 
 
-def far(a: list[float], b: list[float]) -> float:
+def largest_difference(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-def test_four_ranks_train_as_one(
-    tmp_path: Path, on_four: Callable[..., list[float]], on_one: Callable[..., list[float]]
+def test_four_ranks_train_and_resume_as_one(
+    tmp_path: Path, run_on_four: Callable[..., list[float]], run_on_one: Callable[..., list[float]]
 ) -> None:
     folder = str(tmp_path / "saved")
-    whole = on_four("--save", folder, "--save-at", "1")
-    assert len(whole) == 2
-    assert on_four("--resume", folder, "--recompute") == whole[1:]
-    one, high = on_one(), on_one("--recipe", "none")
-    fp8 = far(one, high)  # what FP8 changes
-    assert 0 < fp8 < 0.1 * one[0]
-    assert far(whole, one) < fp8 / 4  # what another order of sums changes
-    assert far(whole[1:2], on_one("--resume", folder)[:1]) < fp8 / 100  # before any update
+    four_rank_losses = run_on_four("--save", folder, "--save-at", "1")
+    assert len(four_rank_losses) == 2
+    assert run_on_four("--resume", folder, "--recompute") == four_rank_losses[1:]
+    one_rank_losses, high_precision_losses = run_on_one(), run_on_one("--recipe", "none")
+    fp8_difference = largest_difference(one_rank_losses, high_precision_losses)  # the effect of FP8
+    assert 0 < fp8_difference < 0.1 * one_rank_losses[0]
+    # The effect of another order of sums.
+    assert largest_difference(four_rank_losses, one_rank_losses) < fp8_difference / 4
+    # Before any update.
+    assert (
+        largest_difference(four_rank_losses[1:2], run_on_one("--resume", folder)[:1])
+        < fp8_difference / 100
+    )
 
 
 @pytest.mark.multi_gpu
-def test_two_gpus() -> None:
-    found = on_gpus(2, "--device", "cuda", "--pp", "1")
-    assert found[-1] < found[0]
+def test_example_trains_on_two_gpus() -> None:
+    step_losses = run_on_gpus(2, "--device", "cuda", "--pp", "1")
+    assert step_losses[-1] < step_losses[0]

@@ -1,4 +1,4 @@
-"""The table of what FP8 saved, and the bytes and seconds in it."""
+"""The table of what FP8 saves, and the bytes and seconds in it."""
 
 import doctest
 
@@ -11,7 +11,7 @@ import float8lab
 from float8lab import recipes
 
 
-def test_table_on_a_gpu():
+def test_table_on_a_gpu_has_times_and_sizes():
     base = savings.Cost(0.25, {"weights": 16_000_000_000, "peak of GPU memory": 40_000_000_000})
     fp8 = savings.Cost(0.2, {"weights": 8_000_000_000, "peak of GPU memory": 30_000_000_000})
     assert_expected_inline(
@@ -50,19 +50,19 @@ def test_meter_leaves_out_the_first_quarter():
     assert meter.cost() == savings.Cost(2.0, {})
 
 
-def test_counted_are_the_bytes_of_the_tensors():
-    """B x K activations and a [N, K] weight: in bfloat16, then the activations in FP8."""
+def test_counted_bytes_are_those_of_the_tensors():
+    """Bytes of [B, K] activations and a [N, K] weight in bfloat16, then with FP8 activations."""
     B, K, N = 64, 32, 128
     model = torch.nn.Linear(K, N, bias=False)
     x = torch.randn(B, K, requires_grad=True)
-    high = savings.counted(model, x, autocast=True)
-    assert high["weights"] == 4 * N * K
-    assert high["saved for backward"] == 2 * (B * K + N * K + B * N)  # x, cast weight, output
+    before = savings.counted(model, x, autocast=True)
+    assert before["weights"] == 4 * N * K
+    assert before["saved for backward"] == 2 * (B * K + N * K + B * N)  # x, cast weight, output
     float8lab.convert_to_float8(model, recipes.Float8CurrentScaling())
-    low = savings.counted(model, x, autocast=True)
-    assert low["weights"] == 4 * N * K
-    casts = low["saved for backward"] - 2 * B * N
-    assert casts == B * K + 3 * 4  # x, its scale, and what casts the weight again
+    after = savings.counted(model, x, autocast=True)
+    assert after["weights"] == 4 * N * K
+    casts = after["saved for backward"] - 2 * B * N
+    assert casts == B * K + 3 * 4  # x, its scale, and the factors that cast the weight again
 
 
 @pytest.mark.gpu

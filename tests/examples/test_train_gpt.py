@@ -1,4 +1,4 @@
-"""The main job, a few steps of it, and its text."""
+"""A few steps of the main training example, and its text."""
 
 import doctest
 import json
@@ -35,7 +35,7 @@ def short_text():
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_job():
-    """The tiny preset made smaller still, on one thread, of a text that is soon read."""
+    """Make the tiny preset smaller, with a short text and one thread."""
     short, threads = short_text(), torch.get_num_threads()
     training = replace(train_gpt.TRAINING["tiny"], validation_windows=4, validations=2)
     torch.set_num_threads(1)
@@ -48,42 +48,45 @@ def _small_job():
     torch.set_num_threads(threads)
 
 
-def run(out, *args):
+def run_job(out, *args):
     return train_gpt.main([*SMALL, "--out", str(out), *args])
 
 
-def test_job_prints_and_writes_everything(tmp_path, capsys):
+def test_job_prints_and_writes_its_results(tmp_path, capsys):
     file = tmp_path / "numbers" / "run.json"
-    results = run(tmp_path / "out", "--json", str(file))
-    printed = capsys.readouterr().out
-    assert f"{LAYERS} of {LAYERS + 1} linear layers in FP8" in printed
-    assert "skipped  excluded by 'lm_head'" in printed
-    assert "GEMMs of one training step" in printed
-    assert "gap " in printed
-    saved = printed[printed.index("time a step") :].splitlines()
-    assert [line.split("  ")[0] for line in saved[1:3]] == ["weights", "saved for backward"]
-    assert "%" not in saved[0]  # FP8 is emulated on a CPU, and its time says nothing
-    assert "\n".join(saved[3:5]) == train_gpt.ON_CPU
-    assert re.fullmatch(r"The comparison took \d+ s\.", saved[5])
+    results = run_job(tmp_path / "out", "--json", str(file))
+    output = capsys.readouterr().out
+    assert f"{LAYERS} of {LAYERS + 1} linear layers in FP8" in output
+    assert "skipped  excluded by 'lm_head'" in output
+    assert "GEMMs of one training step" in output
+    assert "gap " in output
+    table = output[output.index("time a step") :].splitlines()
+    assert [line.split("  ")[0] for line in table[1:3]] == ["weights", "saved for backward"]
+    assert "%" not in table[0]  # FP8 is emulated on a CPU, where its time means nothing
+    assert "\n".join(table[3:5]) == train_gpt.ON_CPU
+    assert re.fullmatch(r"The comparison took \d+ s\.", table[5])
     png = tmp_path / "out" / "train_gpt.png"
-    assert f"curves: {png}" in printed
+    assert f"curves: {png}" in output
     assert png.read_bytes().startswith(PNG_SIGNATURE)
 
     baseline, fp8 = results["runs"]
-    for measured in (baseline, fp8):
-        assert len(measured["train_loss"]) == 3
-        assert measured["validation_steps"] == [2, 3]
-        assert all(0 < loss < 2 * math.log(256) for loss in measured["validation_loss"])
-        assert measured["step_ms"] > 0
-        assert measured["seconds"] > 0
+    for result in (baseline, fp8):
+        assert len(result["train_loss"]) == 3
+        assert result["validation_steps"] == [2, 3]
+        assert all(0 < loss < 2 * math.log(256) for loss in result["validation_loss"])
+        assert result["step_ms"] > 0
+        assert result["seconds"] > 0
     assert fp8["sizes"]["weights"] == baseline["sizes"]["weights"]
-    # A byte in place of two: inputs of qkv and up, of down (four times as wide). Of the weights
-    # nothing. The input of proj is a byte more: in bfloat16 it is attention's output, kept anyway.
+    # One byte replaces two in the inputs of qkv and up, and of down (four times as wide). Weights
+    # are not saved. The input of proj takes a byte more: in bfloat16 it is attention's output,
+    # which is saved anyway.
     tokens, dim = 2 * CONFIG.context, CONFIG.dim
-    fewer = CONFIG.n_layer * (tokens * (1 + 1 + 4 - 1) * dim + 2 * 12 * dim * dim)
-    scales = LAYERS * 3 * 4  # of x and of the weight, and what casts the weight again
-    kept = [run["sizes"]["saved for backward"] for run in (baseline, fp8)]
-    assert kept[0] - kept[1] == fewer - scales
+    bytes_of_casts = CONFIG.n_layer * (tokens * (1 + 1 + 4 - 1) * dim + 2 * 12 * dim * dim)
+    scales = LAYERS * 3 * 4  # of x and of the weight, and the factor that casts the weight again
+    saved_for_backward = [
+        run_result["sizes"]["saved for backward"] for run_result in (baseline, fp8)
+    ]
+    assert saved_for_backward[0] - saved_for_backward[1] == bytes_of_casts - scales
     assert fp8["train_loss"] != baseline["train_loss"]
     assert abs(results["gap_percent"]) < 5
     assert results["gemms"]["fp8"] == 3 * LAYERS
@@ -93,15 +96,15 @@ def test_job_prints_and_writes_everything(tmp_path, capsys):
 
 @pytest.mark.parametrize("recipe", train_gpt.RECIPES)
 def test_every_recipe_trains(recipe, tmp_path):
-    results = run(tmp_path, "--recipe", recipe, "--steps", "1")
+    results = run_job(tmp_path, "--recipe", recipe, "--steps", "1")
     assert results["recipe"]["name"] == recipe
     assert math.isfinite(results["runs"][1]["validation_loss"][-1])
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "llama"])
-def test_transformer_layers_train(architecture, tmp_path, capsys):
-    """In FP8, attention included, close to the plain run from the first step on."""
-    results = run(
+def test_transformer_layers_train_in_fp8_with_attention(architecture, tmp_path, capsys):
+    """In FP8, attention included, the losses are close to the plain run's from the first step."""
+    results = run_job(
         tmp_path, "--architecture", architecture, "--layers", "transformer", "--fp8-attention"
     )
     assert "2 of 2 attention modules in FP8" in capsys.readouterr().out
@@ -119,12 +122,12 @@ def test_fp8_attention_needs_transformer_layers(capsys):
 
 
 def test_same_seed_gives_same_losses(tmp_path):
-    first, second = (run(tmp_path, "--steps", "2")["runs"] for _ in range(2))
+    first, second = (run_job(tmp_path, "--steps", "2")["runs"] for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert a["train_loss"] == b["train_loss"]
         assert a["validation_loss"] == b["validation_loss"]
-    other = run(tmp_path, "--steps", "2", "--seed", "1")["runs"]
-    assert other[0]["train_loss"] != first[0]["train_loss"]
+    other_seed = run_job(tmp_path, "--steps", "2", "--seed", "1")["runs"]
+    assert other_seed[0]["train_loss"] != first[0]["train_loss"]
 
 
 @pytest.mark.parametrize(
@@ -140,15 +143,15 @@ def test_exclude_replaces_the_default(names, converted):
 def test_runs_without_matplotlib_and_tqdm(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train_gpt, "Figure", None)
     monkeypatch.setattr(train_gpt, "tqdm", None)
-    run(tmp_path)
-    printed = capsys.readouterr().out
-    assert "no curves drawn" in printed
-    assert "FP8: step 3, validation loss" in printed
+    run_job(tmp_path)
+    output = capsys.readouterr().out
+    assert "no curves drawn" in output
+    assert "FP8: step 3, validation loss" in output
     assert not (tmp_path / "train_gpt.png").exists()
 
 
-class Watcher:
-    """In place of ``float8lab.inspect.watch``: a log of the losses that it is told."""
+class StepRecorder:
+    """Replaces ``float8lab.inspect.watch``; logs the losses that it gets."""
 
     def __init__(self, model, every):
         self.log = Log(recipe="told", layers=[f"every {every}"])
@@ -156,8 +159,8 @@ class Watcher:
     def __enter__(self):
         return self
 
-    def __exit__(self, *raised):
-        self.log.conversion = f"raised {raised[0]}"
+    def __exit__(self, *exception_info):
+        self.log.conversion = f"raised {exception_info[0]}"
 
     def step(self, loss):
         self.log.steps.append(Step(len(self.log.steps), loss=loss))
@@ -166,9 +169,9 @@ class Watcher:
 def test_report_shows_the_watched_fp8_run(tmp_path, capsys, monkeypatch):
     pytest.importorskip("plotly")
     monkeypatch.setattr(train_gpt, "WATCHED", 2)
-    monkeypatch.setattr(float8lab.inspect, "watch", Watcher)
+    monkeypatch.setattr(float8lab.inspect, "watch", StepRecorder)
     file = tmp_path / "pages" / "report.html"
-    results = run(tmp_path, "--steps", "4", "--report", str(file))
+    results = run_job(tmp_path, "--steps", "4", "--report", str(file))
     assert f"report: {file}" in capsys.readouterr().out
     page = file.read_text()
     assert "raised None" in page
@@ -178,12 +181,12 @@ def test_report_shows_the_watched_fp8_run(tmp_path, capsys, monkeypatch):
     assert losses == {"steps": [0, 1, 2, 3], "values": results["runs"][1]["train_loss"]}
 
 
-def test_report_is_of_training_steps_alone(tmp_path, monkeypatch):
-    """Two validations of two batches each are not in the log."""
+def test_report_has_only_training_steps(tmp_path, monkeypatch):
+    """The log has no step of the two validations of two batches each."""
     pytest.importorskip("plotly")
     logs = []
     monkeypatch.setattr(float8lab.inspect, "report", lambda log, path: logs.append(log) or path)
-    run(tmp_path, "--steps", "2", "--report", str(tmp_path / "report.html"))
+    run_job(tmp_path, "--steps", "2", "--report", str(tmp_path / "report.html"))
     (log,) = logs
     assert len(log.layers) == LAYERS
     assert "skipped  excluded by 'lm_head'" in log.conversion
@@ -200,7 +203,7 @@ def test_report_is_of_training_steps_alone(tmp_path, monkeypatch):
 def test_report_without_plotly_is_refused_before_training(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train_gpt.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        run(tmp_path, "--report", str(tmp_path / "report.html"))
+        run_job(tmp_path, "--report", str(tmp_path / "report.html"))
     assert "--report needs plotly" in capsys.readouterr().err
 
 
@@ -266,10 +269,10 @@ def test_text_is_the_same_each_time(code, monkeypatch):
 
 
 def test_split_loses_and_repeats_nothing():
-    whole = bytes(range(256)) * 5
-    train, validation = text.split(whole, chunk=100, every=4)
-    assert len(train) + len(validation) == len(whole)
-    assert validation == whole[300:400] + whole[700:800] + whole[1100:1200]
+    content = bytes(range(256)) * 5
+    train, validation = text.split(content, chunk=100, every=4)
+    assert len(train) + len(validation) == len(content)
+    assert validation == content[300:400] + content[700:800] + content[1100:1200]
 
 
 def test_docstring_examples_run():

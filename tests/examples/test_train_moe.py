@@ -1,4 +1,4 @@
-"""A mixture of experts, trained for a few steps in high precision and in FP8."""
+"""An MoE model trains for a few steps in high precision and in FP8."""
 
 import email
 import json
@@ -11,8 +11,8 @@ import torch
 import train_moe
 
 
-def run(monkeypatch, *args):
-    """A small job, on one thread."""
+def run_small_job(monkeypatch, *args):
+    """Run a small job on one thread."""
     small = replace(train_moe.PRESETS["tiny"], context=32, dim=64, ffn=48)
     training = replace(train_moe.TRAINING["tiny"], validation_windows=32, validations=1)
     monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(Path(email.__file__).parent))
@@ -27,14 +27,14 @@ def run(monkeypatch, *args):
         torch.set_num_threads(threads)
 
 
-def test_fp8_trains_as_high_precision_does(tmp_path, capsys, monkeypatch):
-    """To within 1 % of the loss, which has fallen by a third."""
+def test_fp8_trains_to_the_loss_of_high_precision(tmp_path, capsys, monkeypatch):
+    """The losses agree to 1 %, after a decrease of a third."""
     file = tmp_path / "numbers" / "run.json"
-    results = run(monkeypatch, "--steps", "40", "--batch-size", "8", "--json", str(file))
-    printed = capsys.readouterr().out
-    assert "6 of 9 linear layers in FP8" in printed
-    assert "a router, which stays in high precision" in printed
-    assert "fullest expert over the average" in printed
+    results = run_small_job(monkeypatch, "--steps", "40", "--batch-size", "8", "--json", str(file))
+    output = capsys.readouterr().out
+    assert "6 of 9 linear layers in FP8" in output
+    assert "a router, which stays in high precision" in output
+    assert "fullest expert over the average" in output
     assert abs(results["gap_percent"]) <= 1
     baseline, fp8 = results["runs"]
     assert fp8["train_loss"] != baseline["train_loss"]

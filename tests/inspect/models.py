@@ -1,4 +1,4 @@
-"""Models for tests of what runs a model and must leave it as it was."""
+"""Models for tests of functions that run a model and must leave it unchanged."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from float8lab.recipes.region import STATE
 from float8lab.tensor import Float8Tensor
 
 
-class Noted(nn.Module):
-    """Has state of every kind: buffers, random numbers, counters, a list, gradients."""
+class StatefulModel(nn.Module):
+    """A model with state of every kind: buffers, random numbers, counters, a list and gradients."""
 
     def __init__(self, *, fails: bool = False) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Noted(nn.Module):
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    """All that can be told apart of a model, its optimizer, and torch's and the library's state."""
+    """Return all comparable state of a model, of its optimizer, of torch and of the library."""
 
     def values(x: Tensor | None) -> Any:
         if x is None:

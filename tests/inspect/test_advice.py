@@ -1,4 +1,4 @@
-"""advise: modelled times are those of recipes.auto; measured ones add up to the step's."""
+"""``advise``: modelled times equal those of ``recipes.auto``; measured times sum to the step's."""
 
 import json
 
@@ -17,7 +17,7 @@ from float8lab.nn.count import GEMM_OPS
 from float8lab.nn.precision import precisions_below
 from float8lab.recipes.cost import estimate
 from float8lab.recipes.region import advance_scales
-from tests.inspect.models import Noted, snapshot
+from tests.inspect.models import StatefulModel, snapshot
 
 CURRENT = recipes.Float8CurrentScaling()
 each_recipe = pytest.mark.parametrize(
@@ -33,16 +33,16 @@ each_recipe = pytest.mark.parametrize(
 )
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """A decoder layer of a Llama."""
 
-    def __init__(self, D: int = 64, F: int = 160, H: int = 4, **how) -> None:
+    def __init__(self, D: int = 64, F: int = 160, H: int = 4, **options) -> None:
         super().__init__()
         self.H = H
-        self.norm1, self.norm2 = nn.RMSNorm(D, **how), nn.RMSNorm(D, **how)
-        self.q, self.k, self.v, self.o = (nn.Linear(D, D, bias=False, **how) for _ in range(4))
-        self.gate, self.up = (nn.Linear(D, F, bias=False, **how) for _ in range(2))
-        self.down = nn.Linear(F, D, bias=False, **how)
+        self.norm1, self.norm2 = nn.RMSNorm(D, **options), nn.RMSNorm(D, **options)
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D, bias=False, **options) for _ in range(4))
+        self.gate, self.up = (nn.Linear(D, F, bias=False, **options) for _ in range(2))
+        self.down = nn.Linear(F, D, bias=False, **options)
 
     def forward(self, x):
         h = self.norm1(x)
@@ -55,8 +55,8 @@ class Layer(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-class Costs(TorchDispatchMode):
-    """A machine on which every op takes a time of its own, and times add up."""
+class OpCosts(TorchDispatchMode):
+    """A machine on which each op takes a time given by its sizes, and the times of ops add up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,15 +64,15 @@ class Costs(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         result = op(*args, **(kwargs or {}))
-        given = [t for t in (*args, result) if isinstance(t, torch.Tensor)]
-        self.gpu += 1e-6 + 1e-9 * sum(t.numel() for t in given) * (3 if op in GEMM_OPS else 1)
+        tensors = [t for t in (*args, result) if isinstance(t, torch.Tensor)]
+        self.gpu += 1e-6 + 1e-9 * sum(t.numel() for t in tensors) * (3 if op in GEMM_OPS else 1)
         self.cpu += 5e-6
         return result
 
 
 def fake_timer(fn) -> Times:
     fn()
-    with Costs() as costs:
+    with OpCosts() as costs:
         fn()
     return Times(costs.gpu, costs.cpu)
 
@@ -81,38 +81,40 @@ def loss_of(model, x):
     return model(x).square().mean()
 
 
-def step(model, x) -> Times:
+def timed_step(model, x) -> Times:
     return fake_timer(lambda: torch.autograd.grad(loss_of(model, x), list(model.parameters())))
 
 
-def advised(model, x, recipe=CURRENT, *, timer=fake_timer, mode="eager"):
+def advise_with_timer(model, x, recipe=CURRENT, *, timer=fake_timer, mode="eager"):
     return advise_by(timer, model, x, recipe, loss_of, None, (), mode)
 
 
 @each_recipe
-def test_measured_layers_add_up_to_the_step(recipe):
-    model = nn.Sequential(Layer(), Layer(), nn.Linear(64, 48))
+def test_measured_layers_add_up_to_the_step_time(recipe):
+    model = nn.Sequential(DecoderLayer(), DecoderLayer(), nn.Linear(64, 48))
     x = torch.randn(2, 24, 64)
-    found = advised(model, x, recipe)
-    assert found.measured
-    assert found.step["high precision"] == pytest.approx(max(step(model, x)), rel=1e-6)
+    advice = advise_with_timer(model, x, recipe)
+    assert advice.measured
+    assert advice.step["high precision"] == pytest.approx(max(timed_step(model, x)), rel=1e-6)
     float8lab.convert_to_float8(model, recipe)
-    taken = max(step(model, x))
-    # Of the layers each updates its delayed scales where it is measured alone.
+    step_time = max(timed_step(model, x))
+    # Each layer updates its delayed scales when it is measured alone.
     updates = 0.0
     for precision in precisions_below(model):
         for slots in precision.slots.values():
             updates += max(fake_timer(lambda pack=slots.pack: advance_scales([pack])))
-    assert taken * (1 - 1e-6) <= found.step["FP8"] <= taken * (1 + 1e-6) + updates
+    assert step_time * (1 - 1e-6) <= advice.step["FP8"] <= step_time * (1 + 1e-6) + updates
 
 
 def test_a_cast_that_layers_share_counts_once():
-    model, x = Layer(), torch.randn(2, 24, 64)
-    found = {layer.name: layer for layer in advised(model, x).layers}
-    assert found["q"].quantize > found["k"].quantize == found["v"].quantize > 0
-    assert found["gate"].cpu > found["up"].cpu
-    assert found["q"].gemm == found["k"].gemm
-    delayed = {layer.name: layer for layer in advised(model, x, recipes.DelayedScaling()).layers}
+    model, x = DecoderLayer(), torch.randn(2, 24, 64)
+    layers = {layer.name: layer for layer in advise_with_timer(model, x).layers}
+    assert layers["q"].quantize > layers["k"].quantize == layers["v"].quantize > 0
+    assert layers["gate"].cpu > layers["up"].cpu
+    assert layers["q"].gemm == layers["k"].gemm
+    delayed = {
+        layer.name: layer for layer in advise_with_timer(model, x, recipes.DelayedScaling()).layers
+    }
     assert delayed["q"].quantize == delayed["k"].quantize
 
 
@@ -124,14 +126,14 @@ def test_each_kind_of_layer_is_measured_once():
         return fake_timer(fn)
 
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-    advised(model, torch.randn(8, 64), timer=timer)
-    # A step in both precisions; and, of the first layer, which computes no dx, and of the others:
-    # both precisions at two sizes, and the GEMMs.
+    advise_with_timer(model, torch.randn(8, 64), timer=timer)
+    # A step in both precisions. The first layer, which computes no dx, and the other layers each
+    # take 5 timings: both precisions at two sizes, and the GEMMs.
     assert len(timed) == 2 + 2 * 5
 
 
-def test_fused_modules_and_repeated_layers():
-    class Twice(nn.Module):
+def test_fused_modules_and_repeated_layers_add_up_to_the_step_time():
+    class RepeatedLinear(nn.Module):
         def __init__(self):
             super().__init__()
             self.mlp = float8lab.LayerNormMLP(64, 128, activation="swiglu", device="cpu")
@@ -140,16 +142,16 @@ def test_fused_modules_and_repeated_layers():
         def forward(self, x):
             return self.linear(self.mlp(self.linear(x)))
 
-    model, x = Twice(), torch.randn(32, 64)
-    found = advised(model, x)
-    assert {layer.name: layer.calls for layer in found.layers} == {"mlp": 1, "linear": 2}
+    model, x = RepeatedLinear(), torch.randn(32, 64)
+    advice = advise_with_timer(model, x)
+    assert {layer.name: layer.calls for layer in advice.layers} == {"mlp": 1, "linear": 2}
     float8lab.convert_to_float8(model)
-    assert found.step["FP8"] == pytest.approx(max(step(model, x)), rel=1e-6)
+    assert advice.step["FP8"] == pytest.approx(max(timed_step(model, x)), rel=1e-6)
 
 
-def test_break_even_of_measured_times_is_where_two_lines_meet():
-    # GPU us: high precision 20 + M, FP8 84.25 + M / 2: equal at 128.5 tokens.
-    class Products(TorchDispatchMode):
+def test_break_even_of_measured_times_is_where_their_lines_cross():
+    # GPU us: 20 + M in high precision, 84.25 + M / 2 in FP8. They are equal at 128.5 tokens.
+    class GemmShapes(TorchDispatchMode):
         def __init__(self):
             super().__init__()
             self.fp8, self.high = [], []
@@ -162,47 +164,47 @@ def test_break_even_of_measured_times_is_where_two_lines_meet():
             return result
 
     def timer(fn):
-        with Products() as products:
+        with GemmShapes() as shapes_by_precision:
             fn()
-        found = products.fp8 or products.high
-        layers, tokens = len(found) // 2, found[0][0]  # fprop and wgrad: x needs no gradient
-        us = 84.25 + tokens / 2 if products.fp8 else 20 + tokens
+        shapes = shapes_by_precision.fp8 or shapes_by_precision.high
+        layers, tokens = len(shapes) // 2, shapes[0][0]  # fprop and wgrad; x needs no gradient
+        us = 84.25 + tokens / 2 if shapes_by_precision.fp8 else 20 + tokens
         return Times(1e-6 * us * layers, 0.0)
 
     model = nn.Sequential(nn.Linear(16, 16))
-    (layer,) = advised(model, torch.randn(256, 16), timer=timer).layers
+    (layer,) = advise_with_timer(model, torch.randn(256, 16), timer=timer).layers
     assert (layer.high_gpu, layer.quantize + layer.gemm) == pytest.approx((276e-6, 212.25e-6))
     assert layer.break_even == 129
 
 
-def test_graphs_take_no_cpu_time():
+def test_cuda_graphs_take_no_cpu_time():
     model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(8, 64)
-    found = advised(model, x, mode="cuda_graph")
-    assert all(layer.high_cpu == layer.cpu == 0 for layer in found.layers)
-    assert found.step["high precision"] == pytest.approx(step(model, x).gpu, rel=1e-6)
+    advice = advise_with_timer(model, x, mode="cuda_graph")
+    assert all(layer.high_cpu == layer.cpu == 0 for layer in advice.layers)
+    assert advice.step["high precision"] == pytest.approx(timed_step(model, x).gpu, rel=1e-6)
 
 
 @each_recipe
 @pytest.mark.parametrize("mode", ["eager", "compile", "cuda_graph"])
-def test_modelled_times_are_those_of_auto(recipe, mode):
+def test_modelled_times_equal_the_estimates_of_auto(recipe, mode):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 256))
         x = torch.empty(4, 256, 512)
-    found = inspect.advise(model, x, recipe, mode=mode)
-    assert not found.measured
-    total = {None: [0.0, 0.0], recipe: [0.0, 0.0]}
-    for layer, (N, K) in zip(found.layers, [(1024, 512), (256, 1024)], strict=True):
+    advice = inspect.advise(model, x, recipe, mode=mode)
+    assert not advice.measured
+    totals = {None: [0.0, 0.0], recipe: [0.0, 0.0]}
+    for layer, (N, K) in zip(advice.layers, [(1024, 512), (256, 1024)], strict=True):
         assert (layer.M, layer.N, layer.K) == (1024, N, K)
         parts = estimate(recipe, 1024, N, K, mode=mode)
         assert (layer.quantize, layer.gemm, layer.cpu) == parts
         high = estimate(None, 1024, N, K, mode=mode)
         assert (layer.high_gpu, layer.high_cpu) == (high.gpu, high.cpu)
-        for choice in total:
+        for choice in totals:
             times = estimate(choice, 1024, N, K, mode=mode)
-            total[choice] = [total[choice][0] + times.gpu, total[choice][1] + times.cpu]
-    assert found.step["high precision"] == pytest.approx(max(total[None]))
-    assert found.step["FP8"] == pytest.approx(max(total[recipe]))
-    assert found.step["advised"] <= found.step["high precision"]
+            totals[choice] = [totals[choice][0] + times.gpu, totals[choice][1] + times.cpu]
+    assert advice.step["high precision"] == pytest.approx(max(totals[None]))
+    assert advice.step["FP8"] == pytest.approx(max(totals[recipe]))
+    assert advice.step["advised"] <= advice.step["high precision"]
 
 
 @pytest.mark.parametrize("mode", ["eager", "cuda_graph"])
@@ -224,51 +226,51 @@ def test_break_even_is_where_fp8_begins_to_win(mode):
     assert inspect.advise(small, x, mode=mode).layers[0].break_even is None
 
 
-def test_overrides_leave_what_does_not_pay_in_high_precision():
+def test_overrides_leave_layers_that_do_not_pay_in_high_precision():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8192, 8192), nn.Sequential(nn.Linear(8192, 32)))
         x = torch.empty(16384, 8192)
-    found = inspect.advise(model, x)
-    assert found.overrides == {"1.0": None}
+    advice = inspect.advise(model, x)
+    assert advice.overrides == {"1.0": None}
     report = float8lab.conversion_report(
-        float8lab.convert_to_float8(model, overrides=found.overrides)
+        float8lab.convert_to_float8(model, overrides=advice.overrides)
     )
     assert [layer.converted for layer in report.layers] == [True, False]
 
 
-def test_memory_saved_is_the_difference_of_two_reports():
-    model, x = nn.Sequential(Layer(), nn.Linear(64, 48)), torch.randn(2, 24, 64)
-    found = inspect.advise(model, x)
+def test_memory_saved_is_the_difference_of_two_memory_reports():
+    model, x = nn.Sequential(DecoderLayer(), nn.Linear(64, 48)), torch.randn(2, 24, 64)
+    advice = inspect.advise(model, x)
 
-    def kept(report):
+    def saved_bytes(report):
         return sum(row.activations for row in report.layers if row.name != "(output)")
 
-    before = kept(inspect.memory_report(model, x))
-    saved = {layer.name: layer.saved for layer in found.layers}
+    before = saved_bytes(inspect.memory_report(model, x))
+    saved = {layer.name: layer.saved for layer in advice.layers}
     high = {row.name: row.activations for row in inspect.memory_report(model, x).layers}
     float8lab.convert_to_float8(model)
     fp8 = {row.name: row.activations for row in inspect.memory_report(model, x).layers}
-    assert found.saved == before - kept(inspect.memory_report(model, x))
+    assert advice.saved == before - saved_bytes(inspect.memory_report(model, x))
     assert saved == {name: high.get(name, 0) - fp8.get(name, 0) for name in saved}
 
 
 @pytest.mark.parametrize("timer", [None, fake_timer], ids=["modelled", "measured"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_model_is_left_as_it_was(timer, fails):
-    model, x = Noted(fails=fails), torch.randn(16, 32)
+def test_the_model_is_left_unchanged(timer, fails):
+    model, x = StatefulModel(fails=fails), torch.randn(16, 32)
     float8lab.convert_to_float8(model, recipes.DelayedScaling(amax_history_len=4))
     if not fails:
         loss_of(model, x).backward()
     before = snapshot(model)
     if fails:
         with pytest.raises(RuntimeError, match="on purpose"):
-            advised(model, x, timer=timer)
+            advise_with_timer(model, x, timer=timer)
     else:
-        advised(model, x, recipes.DelayedScaling(), timer=timer)
+        advise_with_timer(model, x, recipes.DelayedScaling(), timer=timer)
     assert snapshot(model) == before
 
 
-def test_what_it_refuses():
+def test_invalid_arguments_raise():
     model, x = nn.Linear(16, 16), torch.randn(8, 16)
     with pytest.raises(ValueError, match="mode must be one of 'eager'"):
         inspect.advise(model, x, mode="fast")
@@ -280,9 +282,9 @@ def test_report_as_text_and_json():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8192, 8192, bias=False), nn.Linear(8192, 32, bias=False))
         x = torch.empty(16384, 8192, dtype=torch.bfloat16)
-    found = inspect.advise(model.bfloat16(), x)
+    advice = inspect.advise(model.bfloat16(), x)
     assert_expected_inline(
-        str(found),
+        str(advice),
         """\
 1 of 2 layers pay; 268.4 MB less kept from forward to backward
 linear layers of a step, predicted: high precision 8.859 ms, FP8 5.451 ms, advised 5.286 ms
@@ -293,6 +295,6 @@ Layers
   0      16384  8192  8192    8.658  0.093         0.527  4.558  1.163  1.70       2183    134.2
   1      16384  8192    32    0.201  0.093         0.228  0.138  1.163  0.17      never    134.2""",
     )
-    data = json.loads(found.to_json())
+    data = json.loads(advice.to_json())
     assert data["overrides"] == {"1": "None"}
     assert data["layers"][0]["N"] == 8192

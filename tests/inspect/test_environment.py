@@ -1,4 +1,4 @@
-"""`float8lab env` says what is native, here and on GPUs that are pretended."""
+"""Tests of `float8lab env`: it says what is native on this machine and on simulated GPUs."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 
 from float8lab.arguments import EXTRAS
 from float8lab.formats import E4M3, E5M2
-from float8lab.inspect import environment as module
+from float8lab.inspect import environment as environment_module
 from float8lab.inspect.environment import (
     environment,
     why_attention_is_emulated,
@@ -24,34 +24,34 @@ BLOCK, TENSOR, ROW = (1, 128), (-1, -1), (1, -1)
 
 
 @pytest.fixture
-def pretend(monkeypatch):
-    """Pretend a GPU of this capability, a CUDA, and that triton is there or not."""
+def pretend_gpu(monkeypatch):
+    """Simulate a GPU of this capability and a CUDA version, with or without triton."""
 
     def set_up(capability, cuda=(13, 0), triton=True):
         monkeypatch.setattr(declare, "_capability_of", lambda device: capability)
         monkeypatch.setattr(gemm, "_cuda_version", lambda: cuda)
         monkeypatch.setattr(torch.version, "cuda", ".".join(map(str, cuda)))
-        find = module.util.find_spec
+        find_spec = environment_module.util.find_spec
         monkeypatch.setattr(
-            module.util,
+            environment_module.util,
             "find_spec",
-            lambda name: triton or None if name == "triton" else find(name),
+            lambda name: triton or None if name == "triton" else find_spec(name),
         )
 
     return set_up
 
 
-def support():
+def support_text():
     return "\n".join(
-        " | ".join((one.name, one.status, one.reason)).rstrip() for one in environment(GPU).support
+        " | ".join((row.name, row.status, row.reason)).rstrip() for row in environment(GPU).support
     )
 
 
-@pytest.mark.parametrize("cuda", [{}, {"cuda": (12, 8)}], ids=["", "an old CUDA"])
-def test_hopper(pretend, cuda):
-    pretend((9, 0), **cuda)
+@pytest.mark.parametrize("cuda", [{}, {"cuda": (12, 8)}], ids=["", "CUDA 12.8"])
+def test_support_on_hopper(pretend_gpu, cuda):
+    pretend_gpu((9, 0), **cuda)
     assert_expected_inline(
-        support(),
+        support_text(),
         """\
 DelayedScaling | native |
 Float8CurrentScaling | native |
@@ -64,11 +64,11 @@ FP8 attention | native |""",
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (12, 0)], ids=["before Hopper", "RTX Blackwell"])
-def test_gpus_that_are_not_hopper(pretend, capability):
-    pretend(capability)
+def test_support_on_gpus_with_fp8_that_are_not_hopper(pretend_gpu, capability):
+    pretend_gpu(capability)
     sm = "SM {}.{}".format(*capability)
     assert_expected_inline(
-        support().replace(f"this GPU is {sm}", "this GPU is (its SM)"),
+        support_text().replace(f"this GPU is {sm}", "this GPU is (its SM)"),
         """\
 DelayedScaling | native |
 Float8CurrentScaling | native |
@@ -80,44 +80,44 @@ FP8 attention | high precision | the kernel is for SM 9.0; this GPU is (its SM)"
     )
 
 
-def test_mx_on_sm_10(pretend):
-    pretend((10, 0))
-    assert "MXFP8BlockScaling | native |" in support()
+def test_mxfp8_is_native_on_sm_10(pretend_gpu):
+    pretend_gpu((10, 0))
+    assert "MXFP8BlockScaling | native |" in support_text()
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (8, 6)])
-def test_a_gpu_on_which_torch_casts(pretend, capability):
-    pretend(capability)
-    *emulated, attends = environment(GPU).support
-    assert {one.status for one in emulated} == {"emulated"}
-    assert all("PyTorch casts, since Triton knows e4m3 from" in one.reason for one in emulated)
+def test_gpus_before_sm_8_9_cast_in_pytorch_and_emulate_gemms(pretend_gpu, capability):
+    pretend_gpu(capability)
+    *emulated, attention = environment(GPU).support
+    assert {row.status for row in emulated} == {"emulated"}
+    assert all("PyTorch casts, since Triton knows e4m3 from" in row.reason for row in emulated)
     assert "FP8 tensor cores came with SM 8.9; this GPU is" in emulated[0].reason
-    assert attends.status == "high precision"
+    assert attention.status == "high precision"
 
 
-def test_a_gpu_without_triton(pretend):
-    pretend((9, 0), triton=False)
+def test_without_triton_all_support_is_missing(pretend_gpu):
+    pretend_gpu((9, 0), triton=False)
     reason = "the kernels need triton, which is not installed"
     assert why_casts_are_missing(GPU) == reason
-    assert {(one.status, one.reason) for one in environment(GPU).support} == {("missing", reason)}
+    assert {(row.status, row.reason) for row in environment(GPU).support} == {("missing", reason)}
 
 
-def test_why_a_product_is_emulated(pretend):
-    pretend((9, 0))
+def test_reasons_why_a_gemm_is_emulated(pretend_gpu):
+    pretend_gpu((9, 0))
     assert why_gemm_is_emulated(TENSOR, ROW, GPU) == ""
     assert "e5m2 by e5m2" in why_gemm_is_emulated(TENSOR, TENSOR, GPU, E5M2, E5M2)
     assert why_gemm_is_emulated(BLOCK, BLOCK, GPU, E5M2, E4M3) == ""
     assert "row by 1x128 blocks" in why_gemm_is_emulated(ROW, BLOCK, GPU)
     assert "up to 256" in why_attention_is_emulated(GPU, 264, 128)
-    pretend((8, 0))
+    pretend_gpu((8, 0))
     assert "came with SM 8.9" in why_gemm_is_emulated(TENSOR, TENSOR, GPU)
-    pretend((10, 0))
+    pretend_gpu((10, 0))
     assert why_gemm_is_emulated((1, 32), (1, 32), GPU) == ""
     assert "1x32 blocks of e5m2" in why_gemm_is_emulated((1, 32), (1, 32), GPU, E5M2)
 
 
-def test_reasons_agree_with_what_the_ops_do(device):
-    """A reason is given exactly where ``may_multiply`` says no."""
+def test_reasons_agree_with_the_gemms_that_are_native(device):
+    """``why_gemm_is_emulated`` gives a reason exactly where ``may_multiply`` is false."""
     if device.type != "cuda":
         pytest.skip("on a CPU nothing is native")
     for a in (TENSOR, ROW, BLOCK, (128, 128), (1, 32)):
@@ -126,7 +126,7 @@ def test_reasons_agree_with_what_the_ops_do(device):
             assert native == (why_gemm_is_emulated(a, b, device) == "")
 
 
-def test_text_on_a_cpu():
+def test_report_text_on_a_cpu():
     text = str(environment("cpu"))
     text = re.sub(r"^GPUs\n(  .*\n)+", "GPUs\n  (masked)\n", text, flags=re.M)
     text = re.sub(r"^extras\n(  .*\n?)+", "extras\n  (masked)", text, flags=re.M)
@@ -159,17 +159,17 @@ extras
     )
 
 
-def _mask_versions(found):
-    return re.sub(r"^(  \S+ +).*$", r"\1(masked)", found[1], flags=re.M)
+def _mask_versions(match):
+    return re.sub(r"^(  \S+ +).*$", r"\1(masked)", match[1], flags=re.M)
 
 
-def test_versions_and_json():
-    found = environment("cpu")
-    assert found.versions["torch"] == torch.__version__
-    assert re.fullmatch(r"\d+\.\d+\.\d+.*", found.versions["float8lab"])
-    again = json.loads(json.dumps(found.to_json()))
-    assert again["versions"] == found.versions
-    assert [one["status"] for one in again["support"]] == ["emulated"] * 7
+def test_versions_and_support_survive_json():
+    info = environment("cpu")
+    assert info.versions["torch"] == torch.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", info.versions["float8lab"])
+    loaded = json.loads(json.dumps(info.to_json()))
+    assert loaded["versions"] == info.versions
+    assert [row["status"] for row in loaded["support"]] == ["emulated"] * 7
 
 
 def test_the_driver_is_read_from_its_file(monkeypatch, tmp_path: Path):
@@ -178,33 +178,36 @@ def test_the_driver_is_read_from_its_file(monkeypatch, tmp_path: Path):
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build\n"
         "GCC version:  gcc version 12.3.0\n"
     )
-    monkeypatch.setattr(module, "_DRIVER", path)
+    monkeypatch.setattr(environment_module, "_DRIVER", path)
     assert environment("cpu").versions["driver"] == "580.82.07"
 
 
-def test_extras_are_those_of_the_package():
-    """All that ``pyproject.toml`` offers but the tools of developers."""
+def test_extras_match_pyproject_and_the_install_page():
+    """Every extra of ``pyproject.toml`` except the developers' tools."""
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     section = re.search(r"\[project.optional-dependencies\]\n(.*?)\n# ", text, re.S)[1]
     names = {}
     for line in section.splitlines():
         name, packages = line.split(" = ")
-        own = re.search(r'"float8lab\[([\w,]+)\]"', packages)  # other extras of ours, met above
-        needed = set(re.findall(r'"(\w+)(?:\[\w+\])?[>=]', packages))
-        names[name] = needed.union(*(names[extra] for extra in own[1].split(",")) if own else ())
-    assert {name: set(needed) for name, needed in EXTRAS.items()} == names
+        # Other extras of float8lab, defined above.
+        included = re.search(r'"float8lab\[([\w,]+)\]"', packages)
+        requirements = set(re.findall(r'"(\w+)(?:\[\w+\])?[>=]', packages))
+        names[name] = requirements.union(
+            *(names[extra] for extra in included[1].split(",")) if included else ()
+        )
+    assert {name: set(requirements) for name, requirements in EXTRAS.items()} == names
     page = (Path(__file__).parents[2] / "docs" / "install.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| ([\w, ]+) \|", page, re.M))
-    assert {name: set(brought.split(", ")) for name, brought in rows.items()} == names
+    assert {name: set(packages.split(", ")) for name, packages in rows.items()} == names
 
 
 def test_a_missing_extra_is_named(monkeypatch):
-    monkeypatch.setattr(module.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(environment_module.util, "find_spec", lambda name: None)
     assert environment("cpu").extras["plot"] == "missing matplotlib"
 
 
 @pytest.mark.gpu
 def test_a_gpu_is_listed():
-    found = environment()
-    assert found.device == "cuda"
-    assert torch.cuda.get_device_name(0) in found.gpus[0]
+    info = environment()
+    assert info.device == "cuda"
+    assert torch.cuda.get_device_name(0) in info.gpus[0]

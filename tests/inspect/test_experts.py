@@ -1,4 +1,4 @@
-"""What inspect says of mixtures of experts."""
+"""Tests of the inspect functions on MoE layers."""
 
 import pytest
 import torch
@@ -25,22 +25,22 @@ class Model(nn.Module):
         return self.out(y, m_splits=[T // 3, T - T // 3])
 
 
-def batch() -> tuple[Model, Tensor]:
+def model_and_input() -> tuple[Model, Tensor]:
     torch.manual_seed(0)
     return Model(), torch.randn(T, D, requires_grad=True)
 
 
 def test_sensitivity_measures_experts():
-    found = inspect.sensitivity(*batch())
-    experts = [row for row in found.rows if row.layer == "experts"]
+    report = inspect.sensitivity(*model_and_input())
+    experts = [row for row in report.rows if row.layer == "experts"]
     assert sorted(row.gemm for row in experts) == ["dgrad", "fprop", "wgrad"]
     assert all(row.measured and 0 < row.damage < 1 for row in experts)
-    assert {row.layer for row in found.rows} == {"experts", "out"}
+    assert {row.layer for row in report.rows} == {"experts", "out"}
 
 
 @pytest.mark.parametrize("measured", [False, True])
-def test_advice_times_experts(measured: bool):
-    """As they are called: their rows are the tokens of all their experts."""
+def test_advice_lists_the_gemm_sizes_of_experts(measured: bool):
+    """Each layer is timed as the model calls it; M counts the tokens of all experts together."""
     calls = []
 
     def timer(run) -> Times:
@@ -48,17 +48,17 @@ def test_advice_times_experts(measured: bool):
         calls.append(run)
         return Times(1e-6 * len(calls), 1e-6)
 
-    model, x = batch()
+    model, x = model_and_input()
     recipe = recipes.Float8BlockScaling()
-    found = advise_by(timer if measured else None, model, x, recipe, None, None, (), "eager")
-    layers = {layer.name: layer for layer in found.layers}
+    report = advise_by(timer if measured else None, model, x, recipe, None, None, (), "eager")
+    layers = {layer.name: layer for layer in report.layers}
     assert (layers["experts"].M, layers["experts"].N, layers["experts"].K) == (T, 2 * W, D)
     assert (layers["out"].M, layers["out"].N, layers["out"].K) == (T, D, D)
     assert bool(calls) == measured
 
 
-def test_watch_sees_both_layers_of_experts():
-    model, x = batch()
+def test_watch_records_both_layers_of_experts():
+    model, x = model_and_input()
     float8lab.convert_to_float8(model)
     with inspect.watch(model) as watched:
         model(x).sum().backward()

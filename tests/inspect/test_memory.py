@@ -1,4 +1,4 @@
-"""Bytes by layer against bytes counted by hand, by other hooks, and by the CUDA allocator."""
+"""Bytes per layer match a count by hand, other hooks and the CUDA allocator."""
 
 import gc
 import json
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import float8lab
 from float8lab import inspect, recipes
-from tests.inspect.models import Noted, snapshot
+from tests.inspect.models import StatefulModel, snapshot
 
 ROWS = 96
 each_recipe = pytest.mark.parametrize(
@@ -24,41 +24,41 @@ each_recipe = pytest.mark.parametrize(
 )  # fmt: skip
 
 
-def mlp(**how) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(64, 256, **how), nn.GELU(), nn.Linear(256, 32, **how))
+def mlp(**options) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 256, **options), nn.GELU(), nn.Linear(256, 32, **options))
 
 
-def by_name(report: inspect.MemoryReport) -> dict[str, inspect.LayerMemory]:
+def layers_by_name(report: inspect.MemoryReport) -> dict[str, inspect.LayerMemory]:
     return {layer.name: layer for layer in report.layers}
 
 
-def saved_by_other_hooks(model: nn.Module, x: torch.Tensor) -> int:
-    """Bytes of what autograd saves, by the addresses of its memory; parameters and x apart."""
-    found = {}
+def bytes_saved_by_hooks(model: nn.Module, x: torch.Tensor) -> int:
+    """Bytes of what autograd saves, by storage, except parameters, buffers, x and the output."""
+    storages = {}
 
-    def addresses(t):
+    def storage_sizes(t):
         if isinstance(t, float8lab.Float8Tensor):
-            return addresses(t.qdata) | addresses(t.scale) | addresses(t.amax)
+            return storage_sizes(t.qdata) | storage_sizes(t.scale) | storage_sizes(t.amax)
         return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}
 
-    def note(t):
-        found.update(addresses(t))
+    def record_storage(t):
+        storages.update(storage_sizes(t))
         return t.detach()
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(record_storage, lambda t: t):
         y = model(x)
-    apart = [x, *model.parameters(), *model.buffers()]
-    for t in apart:
-        for address in addresses(t.detach()):
-            found.pop(address, None)
-    for address in addresses(y.detach()):
-        found.pop(address, None)
-    return sum(found.values())
+    excluded = [x, *model.parameters(), *model.buffers()]
+    for t in excluded:
+        for address in storage_sizes(t.detach()):
+            storages.pop(address, None)
+    for address in storage_sizes(y.detach()):
+        storages.pop(address, None)
+    return sum(storages.values())
 
 
-def test_high_precision_by_hand():
+def test_high_precision_bytes_match_a_count_by_hand():
     report = inspect.memory_report(mlp(), torch.randn(ROWS, 64))
-    assert by_name(report) == {
+    assert layers_by_name(report) == {
         "0": inspect.LayerMemory("0", weights=4 * (64 * 256 + 256)),
         "1": inspect.LayerMemory("1", activations=4 * ROWS * 256),
         "2": inspect.LayerMemory("2", weights=4 * (256 * 32 + 32), activations=4 * ROWS * 256),
@@ -67,29 +67,29 @@ def test_high_precision_by_hand():
     assert report.total == report.by_device["cpu"] == sum(layer.total for layer in report.layers)
 
 
-def test_a_converted_model_by_hand():
+def test_fp8_bytes_match_a_count_by_hand():
     model = mlp()
     float8lab.convert_to_float8(model)  # one scale per tensor: x is saved in FP8
-    found = by_name(inspect.memory_report(model, torch.randn(ROWS, 64)))
+    layers = layers_by_name(inspect.memory_report(model, torch.randn(ROWS, 64)))
     scale = 4
-    # Of the weight, backward casts it again; the input of the first layer needs no gradient.
-    assert found["0"].activations == ROWS * 64 + scale
-    assert found["1"].activations == 4 * ROWS * 256
-    assert found["2"].activations == ROWS * 256 + scale + 2 * scale
+    # Backward casts the weight again. The input of the first layer needs no gradient.
+    assert layers["0"].activations == ROWS * 64 + scale
+    assert layers["1"].activations == 4 * ROWS * 256
+    assert layers["2"].activations == ROWS * 256 + scale + 2 * scale
 
 
 @each_recipe
-def test_saved_activations_are_those_that_other_hooks_see(recipe):
+def test_activations_match_the_bytes_that_saved_tensor_hooks_count(recipe):
     model = nn.Sequential(mlp(), float8lab.LayerNormMLP(32, 64, device="cpu"))
     float8lab.convert_to_float8(model, recipe)
     x = torch.randn(ROWS, 64)
     report = inspect.memory_report(model, x)
     saved = sum(row.activations for row in report.layers if row.name != "(output)")
-    assert saved == saved_by_other_hooks(model, x)
+    assert saved == bytes_saved_by_hooks(model, x)
 
 
 @each_recipe
-def test_the_meta_device_gives_the_same_sizes(recipe):
+def test_the_meta_device_gives_the_same_sizes_as_the_cpu(recipe):
     sizes = []
     for device in ("cpu", "meta"):
         model = float8lab.convert_to_float8(mlp(device=device), recipe)
@@ -98,15 +98,15 @@ def test_the_meta_device_gives_the_same_sizes(recipe):
     assert sizes[0] == sizes[1]
 
 
-def test_tied_weights_count_once_and_for_the_first():
+def test_tied_weights_count_once_and_for_the_first_layer():
     model = nn.ModuleDict({"tokens": nn.Embedding(100, 16), "head": nn.Linear(16, 100, bias=False)})
     model["head"].weight = model["tokens"].weight
-    found = by_name(inspect.memory_report(model))
-    assert {name: row.total for name, row in found.items()} == {"tokens": 4 * 1600}
+    layers = layers_by_name(inspect.memory_report(model))
+    assert {name: row.total for name, row in layers.items()} == {"tokens": 4 * 1600}
 
 
 def test_activations_that_layers_share_count_once():
-    class Two(nn.Module):
+    class SharedInput(nn.Module):
         def __init__(self):
             super().__init__()
             self.first, self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
@@ -115,11 +115,11 @@ def test_activations_that_layers_share_count_once():
             x = self.first(x)
             return self.a(x) + self.b(x)
 
-    found = by_name(inspect.memory_report(Two(), torch.randn(ROWS, 8)))
-    assert (found["a"].activations, found["b"].activations) == (4 * ROWS * 8, 0)
+    layers = layers_by_name(inspect.memory_report(SharedInput(), torch.randn(ROWS, 8)))
+    assert (layers["a"].activations, layers["b"].activations) == (4 * ROWS * 8, 0)
 
 
-def test_weights_stored_in_fp8_their_masters_and_an_optimizers_state():
+def test_bytes_of_fp8_weights_masters_and_optimizer_state():
     with float8lab.fp8_model_init(recipe=recipes.Float8BlockScaling()):
         layer = float8lab.Linear(256, 128, bias=False, device="cpu")
     optimizer = float8lab.optim.MasterWeights(layer.parameters(), torch.optim.AdamW)
@@ -134,31 +134,32 @@ def test_weights_stored_in_fp8_their_masters_and_an_optimizers_state():
             scales=2 * 4 * 2,  # two blocks of 128x128: scale and amax
             gradients=4 * elements,
             masters=4 * elements,
-            optimizer=4 + 2 * 4 * elements,  # AdamW: steps, and two averages
+            optimizer=4 + 2 * 4 * elements,  # AdamW: the step count and two averages
         ),
     )
 
 
-def test_main_grad_delayed_state_and_kept_casts():
+def test_bytes_of_main_grad_delayed_scaling_state_and_cached_casts():
     layer = float8lab.Linear(64, 32, bias=False, fuse_wgrad_accumulation=True, device="cpu")
     layer.weight.main_grad = torch.zeros(32, 64)
     recipe = recipes.DelayedScaling(amax_history_len=16)
     with float8lab.autocast(recipe=recipe):
         layer(torch.ones(16, 64), is_first_microbatch=True)
     (row,) = inspect.memory_report(layer).layers
-    # x, w, dy: history; amax, steps, limit, and twice a scale and an encode factor; 2 flags
+    # For x, w and dy: the amax history; amax, steps, limit, and twice a scale and an encode factor;
+    # 2 flags
     state = 3 * (16 * 4 + 7 * 4 + 2)
-    kept = 64 * 32 + 3 * 2 * 16  # the cast; a copy of the three pairs of factors, each aligned
-    assert (row.scales, row.gradients) == (state + kept, 4 * 64 * 32)
+    cached = 64 * 32 + 3 * 2 * 16  # the cast; a copy of the three pairs of factors, each aligned
+    assert (row.scales, row.gradients) == (state + cached, 4 * 64 * 32)
 
 
-def test_an_autocast_around_the_call_is_obeyed():
+def test_an_autocast_around_the_call_applies_to_the_report():
     layer = float8lab.Linear(64, 64, device="cpu")
     x = torch.randn(ROWS, 64, requires_grad=True)
     plain = inspect.memory_report(layer, x)
     with float8lab.autocast(recipe=recipes.Float8CurrentScaling()):
         fp8 = inspect.memory_report(layer, x)
-    # x counts as the batch; in FP8 its cast is kept, and what casts the weight again.
+    # x counts as the batch. FP8 also keeps the cast of x and the factors to cast the weight again.
     assert plain.sum("activations") == 4 * ROWS * 64
     assert fp8.sum("activations") == 4 * ROWS * 64 + ROWS * 64 + 3 * 4
 
@@ -172,14 +173,14 @@ def test_checkpointed_layers_keep_their_input_only():
         def forward(self, x):
             return checkpoint(self.inner, self.first(x), use_reentrant=False)
 
-    found = by_name(inspect.memory_report(Checkpointed(), torch.randn(ROWS, 16)))
-    kept = sum(row.activations for name, row in found.items() if name != "(output)")
-    assert kept == 4 * ROWS * 64
+    layers = layers_by_name(inspect.memory_report(Checkpointed(), torch.randn(ROWS, 16)))
+    saved = sum(row.activations for name, row in layers.items() if name != "(output)")
+    assert saved == 4 * ROWS * 64
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_model_is_left_as_it_was(fails, device):
-    model = Noted(fails=fails).to(device)
+def test_the_model_is_left_unchanged(fails, device):
+    model = StatefulModel(fails=fails).to(device)
     float8lab.convert_to_float8(model, recipes.DelayedScaling(amax_history_len=4))
     if not fails:
         model(torch.randn(8, 32, device=device)).sum().backward()
@@ -193,14 +194,16 @@ def test_the_model_is_left_as_it_was(fails, device):
     assert snapshot(model) == before
 
 
-def test_batches_are_positional_or_by_keyword():
-    class Add(nn.Module):
+def test_a_batch_is_a_tuple_or_a_dict_of_arguments():
+    class SumOfProducts(nn.Module):
         def forward(self, a, b):
             return (a * b).sum()
 
     a, b = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
-    sizes = [inspect.memory_report(Add(), batch).total for batch in ((a, b), {"b": b, "a": a})]
-    assert sizes == [4, 4]  # the output; a and b were there before
+    sizes = [
+        inspect.memory_report(SumOfProducts(), batch).total for batch in ((a, b), {"b": b, "a": a})
+    ]
+    assert sizes == [4, 4]  # only the output; a and b existed before the call
 
 
 def test_report_as_text_and_json():
@@ -227,15 +230,15 @@ By layer
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("stored", [False, True], ids=["plain", "stored"])
+@pytest.mark.parametrize("stored", [False, True], ids=["high precision", "FP8 weights"])
 @pytest.mark.parametrize(
     "recipe", [None, recipes.DelayedScaling(), recipes.Float8BlockScaling()], ids=str
 )
-def test_within_5_percent_of_the_allocator(recipe, stored):
+def test_report_is_within_5_percent_of_the_cuda_allocator(recipe, stored):
     device = torch.device("cuda")
 
-    def made(blocks: int) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
-        how = {"device": device, "params_dtype": torch.bfloat16}
+    def build_and_train(blocks: int) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+        options = {"device": device, "params_dtype": torch.bfloat16}
         init = recipe or recipes.Float8CurrentScaling()
         with float8lab.fp8_model_init(enabled=stored, recipe=init):
             layers = [
@@ -243,9 +246,9 @@ def test_within_5_percent_of_the_allocator(recipe, stored):
                 for _ in range(blocks)
                 for module in (
                     nn.RMSNorm(1024, device=device, dtype=torch.bfloat16),
-                    float8lab.Linear(1024, 4096, **how),
+                    float8lab.Linear(1024, 4096, **options),
                     nn.GELU(),
-                    float8lab.Linear(4096, 1024, **how),
+                    float8lab.Linear(4096, 1024, **options),
                 )
             ]
         model = nn.Sequential(*layers)
@@ -260,19 +263,21 @@ def test_within_5_percent_of_the_allocator(recipe, stored):
             optimizer.step()
         return model, optimizer, x
 
-    made(1)  # what cuBLAS keeps for itself is no model's
+    build_and_train(1)  # cuBLAS keeps a workspace that belongs to no model
     gc.collect()
     torch.cuda.synchronize()
     empty = torch.cuda.memory_allocated()
-    model, optimizer, x = made(4)
+    model, optimizer, x = build_and_train(4)
     torch.cuda.synchronize()
-    at_rest = torch.cuda.memory_allocated() - empty - x.nbytes
+    allocated_at_rest = torch.cuda.memory_allocated() - empty - x.nbytes
     report = inspect.memory_report(model, x, optimizer=optimizer)
     y = model(x)
     torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated() - empty - x.nbytes
+    allocated_after_forward = torch.cuda.memory_allocated() - empty - x.nbytes
     del y
-    found = report.by_device["cuda:0"]
-    shown = f"{report}\nallocated: {at_rest} at rest, {held} held"
-    assert found - report.sum("activations") == pytest.approx(at_rest, rel=0.05), shown
-    assert found == pytest.approx(held, rel=0.05), shown
+    reported = report.by_device["cuda:0"]
+    message = f"{report}\nallocated: {allocated_at_rest} at rest, {allocated_after_forward} held"
+    assert reported - report.sum("activations") == pytest.approx(allocated_at_rest, rel=0.05), (
+        message
+    )
+    assert reported == pytest.approx(allocated_after_forward, rel=0.05), message

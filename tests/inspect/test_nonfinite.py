@@ -1,4 +1,4 @@
-"""find_nan: a planted NaN in each place is found, and nothing else is."""
+"""``find_nan`` locates a NaN planted in any place and reports nothing else."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from tests.inspect.models import snapshot
 from tests.nn.models import Checkpointed
 
 
-class Op(nn.Module):
-    """A function as a module."""
+class FunctionModule(nn.Module):
+    """A module that calls a function."""
 
     def __init__(self, function):
         super().__init__()
@@ -23,8 +23,8 @@ class Op(nn.Module):
         return self.function(*args, **kwargs)
 
 
-class OnlyBackward(torch.autograd.Function):
-    """The identity, with a gradient that is not finite."""
+class NonfiniteBackward(torch.autograd.Function):
+    """The identity, whose gradient is not finite."""
 
     @staticmethod
     def forward(ctx, x):
@@ -35,17 +35,19 @@ class OnlyBackward(torch.autograd.Function):
         return torch.where(torch.arange(dy.shape[-1]) == 0, torch.nan, dy)
 
 
-def make(middle=None, *, recipe=None):
+def model_around(function=None, *, recipe=None):
     model = nn.Sequential(
-        nn.Linear(16, 32), nn.Sequential(nn.GELU(), Op(middle or (lambda x: x))), nn.Linear(32, 16)
+        nn.Linear(16, 32),
+        nn.Sequential(nn.GELU(), FunctionModule(function or (lambda x: x))),
+        nn.Linear(32, 16),
     )
     if recipe is not None:
         float8lab.convert_to_float8(model, recipe)
     return model
 
 
-def place(found):
-    return found.module, found.tensor, found.phase, found.step
+def location(report):
+    return report.module, report.tensor, report.phase, report.step
 
 
 @pytest.fixture
@@ -56,42 +58,42 @@ def x():
 each_precision = pytest.mark.parametrize(
     "recipe",
     [None, recipes.Float8CurrentScaling(), recipes.DelayedScaling(), recipes.Float8BlockScaling()],
-    ids=["high", "current", "delayed", "block"],
+    ids=["high precision", "current", "delayed", "block"],
 )
 
 
 @each_precision
-def test_nothing_is_found_where_all_is_finite(recipe, x):
-    found = find_nan(make(recipe=recipe), x, steps=2)
-    assert not found
-    assert (found.module, found.step, repr(found)) == (None, 2, "NonFinite(none in 2 steps)")
+def test_a_finite_model_has_no_report(recipe, x):
+    report = find_nan(model_around(recipe=recipe), x, steps=2)
+    assert not report
+    assert (report.module, report.step, repr(report)) == (None, 2, "NonFinite(none in 2 steps)")
 
 
 @each_precision
-def test_in_a_weight(recipe, x):
-    model = make(recipe=recipe)
+def test_nan_in_a_weight_is_located(recipe, x):
+    model = model_around(recipe=recipe)
     with torch.no_grad():
         model[2].weight[3, 4] = torch.nan
-    found = find_nan(model, x)
-    assert place(found) == ("2", "parameter weight", "before", 0)
-    assert (found.nan, found.inf, found.shape) == (1, 0, (16, 32))
-    assert repr(found) == (
+    report = find_nan(model, x)
+    assert location(report) == ("2", "parameter weight", "before", 0)
+    assert (report.nan, report.inf, report.shape) == (1, 0, (16, 32))
+    assert repr(report) == (
         "NonFinite(1 NaN in parameter weight [16, 32] of 2 (Linear), before, step 0)"
     )
 
 
 @each_precision
-def test_in_the_input(recipe, x):
+def test_inf_in_the_input_is_located(recipe, x):
     x[2, 3] = torch.inf
-    found = find_nan(make(recipe=recipe), x)
-    assert place(found) == ("", "input 0", "forward", 0)
-    assert (found.nan, found.inf) == (0, 1)
+    report = find_nan(model_around(recipe=recipe), x)
+    assert location(report) == ("", "input 0", "forward", 0)
+    assert (report.nan, report.inf) == (0, 1)
 
 
-def test_in_a_buffer(x):
+def test_nan_in_a_buffer_is_located(x):
     model = nn.Sequential(nn.BatchNorm1d(16))
     model[0].running_mean[1] = torch.nan
-    assert place(find_nan(model, x))[:2] == ("0", "buffer running_mean")
+    assert location(find_nan(model, x))[:2] == ("0", "buffer running_mean")
 
 
 @each_precision
@@ -99,19 +101,19 @@ def test_in_a_buffer(x):
     ("function", "tensor", "phase", "nan"),
     [
         (lambda x: torch.exp(1000 * x), "output 0", "forward", 0),
-        # As masks are; but here a NaN follows, and so it is what to name.
+        # Minus infinity is allowed, as in masks. Here a NaN follows, so its origin is reported.
         (lambda x: torch.log(x.clamp(min=0)), "output 0", "forward", 0),
-        (OnlyBackward.apply, "gradient of input 0", "backward", 8),
+        (NonfiniteBackward.apply, "gradient of input 0", "backward", 8),
     ],
     ids=["overflow", "minus-infinity", "backward"],
 )
-def test_in_an_op(recipe, function, tensor, phase, nan, x):
-    found = find_nan(make(function, recipe=recipe), x)
-    assert place(found) == ("1.1", tensor, phase, 0)
-    assert (found.nan, found.inf > 0) == (nan, phase == "forward")
+def test_nonfinite_result_or_gradient_of_an_op_is_located(recipe, function, tensor, phase, nan, x):
+    report = find_nan(model_around(function, recipe=recipe), x)
+    assert location(report) == ("1.1", tensor, phase, 0)
+    assert (report.nan, report.inf > 0) == (nan, phase == "forward")
 
 
-def test_in_the_gradient_of_a_parameter(x):
+def test_nan_in_the_gradient_of_a_parameter_is_located(x):
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -121,10 +123,10 @@ def test_in_the_gradient_of_a_parameter(x):
             return x + (self.scale**2).sqrt()  # 0 * inf in backward
 
     model = nn.Sequential(nn.Linear(16, 16), Scaled())
-    assert place(find_nan(model, x)) == ("1", "gradient of scale", "backward", 0)
+    assert location(find_nan(model, x)) == ("1", "gradient of scale", "backward", 0)
 
 
-def test_in_the_code_between_children(x):
+def test_nonfinite_values_between_submodules_are_located(x):
     class Between(nn.Module):
         def __init__(self, forward):
             super().__init__()
@@ -135,53 +137,56 @@ def test_in_the_code_between_children(x):
 
     model = nn.Sequential(Between(lambda x: x / torch.zeros(16)))
     expected = ("0", "what it gives 0.second as input 0", "forward", 0)
-    assert place(find_nan(model, x)) == expected
-    model = nn.Sequential(Between(OnlyBackward.apply))
-    assert place(find_nan(model, x)) == ("0", "gradient of output 0 of 0.first", "backward", 0)
+    assert location(find_nan(model, x)) == expected
+    model = nn.Sequential(Between(NonfiniteBackward.apply))
+    assert location(find_nan(model, x)) == ("0", "gradient of output 0 of 0.first", "backward", 0)
 
 
-def test_in_the_loss(x):
-    model = make()
-    assert place(find_nan(model, x, loss_fn=lambda y: (y * 0).log().sum())) == (
+def test_nonfinite_loss_and_its_gradient_are_located(x):
+    model = model_around()
+    assert location(find_nan(model, x, loss_fn=lambda y: (y * 0).log().sum())) == (
         "(loss)", "loss", "forward", 0,
     )  # fmt: skip
-    found = find_nan(model, x, loss_fn=lambda y: OnlyBackward.apply(y).sum())
-    assert place(found) == ("(loss)", "gradient of the model's output 0", "backward", 0)
+    report = find_nan(model, x, loss_fn=lambda y: NonfiniteBackward.apply(y).sum())
+    assert location(report) == ("(loss)", "gradient of the model's output 0", "backward", 0)
 
 
-def test_which_output_and_which_input(x):
-    def two(x):
+def test_the_location_names_the_output_or_input(x):
+    def two_outputs(x):
         return x, {"a": x + 1, "b": torch.sqrt(-x.abs() - 1)}
 
-    assert place(find_nan(nn.Sequential(Op(two)), x))[:2] == ("0", "output [1]['b']")
+    assert location(find_nan(nn.Sequential(FunctionModule(two_outputs)), x))[:2] == (
+        "0",
+        "output [1]['b']",
+    )
     bad = torch.full((8, 16), torch.nan)
-    found = find_nan(Op(lambda a, b: a + b), {"a": x, "b": bad})
-    assert place(found)[:2] == ("", "input ['b']")
-    assert place(find_nan(Op(lambda a, b: a + b), (x, bad)))[:2] == ("", "input 1")
+    report = find_nan(FunctionModule(lambda a, b: a + b), {"a": x, "b": bad})
+    assert location(report)[:2] == ("", "input ['b']")
+    assert location(find_nan(FunctionModule(lambda a, b: a + b), (x, bad)))[:2] == ("", "input 1")
 
 
-def test_in_which_step(x):
-    # The weight grows until the output overflows in the third step.
+def test_the_location_names_the_step(x):
+    # The weight grows until the loss overflows in the second step.
     model = nn.Linear(16, 1, bias=False)
     nn.init.ones_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e20)
     x = x.abs()
-    found = find_nan(model, x, steps=5, optimizer=optimizer, loss_fn=lambda y: y.square().sum())
-    assert (found.step, found.phase) == (1, "forward")
-    assert found.module == "(loss)"
-    # Another that the optimizer itself ruins.
+    report = find_nan(model, x, steps=5, optimizer=optimizer, loss_fn=lambda y: y.square().sum())
+    assert (report.step, report.phase) == (1, "forward")
+    assert report.module == "(loss)"
+    # This optimizer itself ruins the weight.
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.inf)
-    found = find_nan(model, x, steps=1, optimizer=optimizer)
-    assert place(found)[1:] == ("parameter weight", "optimizer", 0)
+    report = find_nan(model, x, steps=1, optimizer=optimizer)
+    assert location(report)[1:] == ("parameter weight", "optimizer", 0)
     assert torch.equal(model.weight, torch.ones(1, 16))
 
 
-def test_masks_are_no_find(x):
+def test_minus_infinity_in_masks_is_not_reported(x):
     class Attention(nn.Module):
         def __init__(self):
             super().__init__()
             self.qkv, self.softmax = nn.Linear(16, 48), nn.Softmax(-1)
-            self.mask = Op(lambda scores, mask: scores + mask)
+            self.mask = FunctionModule(lambda scores, mask: scores + mask)
             self.register_buffer("causal", torch.full((8, 8), -torch.inf).triu(1))
             self.bad = False
 
@@ -193,43 +198,43 @@ def test_masks_are_no_find(x):
     model = nn.Sequential(Attention(), nn.Linear(16, 16))
     assert not find_nan(model, x)
     model[0].bad = True
-    assert place(find_nan(model, x)) == ("0", "output 0", "forward", 0)
+    assert location(find_nan(model, x)) == ("0", "output 0", "forward", 0)
     encoder = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)
     mask = torch.full((8, 8), -torch.inf).triu(1)
     assert not find_nan(encoder, {"src": x[:, None], "src_mask": mask})
-    mask[0] = -torch.inf  # a row that sees nothing
+    mask[0] = -torch.inf  # a row without a visible key
     attention = nn.MultiheadAttention(16, 2)
-    found = find_nan(attention, (x[:, None], x[:, None], x[:, None], None, True, mask))
-    assert place(found)[:2] == ("", "output 0")
+    report = find_nan(attention, (x[:, None], x[:, None], x[:, None], None, True, mask))
+    assert location(report)[:2] == ("", "output 0")
 
 
-def test_a_residual_stream(x):
-    # The gradient of x comes from two users; only one of them is to blame.
+def test_the_branch_of_a_residual_stream_is_located(x):
+    # The gradient of x comes from two branches, of which only one is not finite.
     class Block(nn.Module):
         def __init__(self, function):
             super().__init__()
-            self.fc, self.op = nn.Linear(16, 16), Op(function)
+            self.fc, self.op = nn.Linear(16, 16), FunctionModule(function)
 
         def forward(self, x):
             return x + self.op(self.fc(x))
 
-    model = nn.Sequential(Block(torch.tanh), Block(OnlyBackward.apply), Block(torch.tanh))
-    assert place(find_nan(model, x)) == ("1.op", "gradient of input 0", "backward", 0)
+    model = nn.Sequential(Block(torch.tanh), Block(NonfiniteBackward.apply), Block(torch.tanh))
+    assert location(find_nan(model, x)) == ("1.op", "gradient of input 0", "backward", 0)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_with_activation_checkpointing(x, reentrant):
+def test_nonfinite_values_in_checkpointed_modules_are_located(x, reentrant):
     def run(function):
-        again = Checkpointed(make(function), reentrant)
-        model = nn.Sequential(nn.Linear(16, 16), again, nn.Linear(16, 16))
-        return place(find_nan(model, x))
+        checkpointed = Checkpointed(model_around(function), reentrant)
+        model = nn.Sequential(nn.Linear(16, 16), checkpointed, nn.Linear(16, 16))
+        return location(find_nan(model, x))
 
-    assert run(OnlyBackward.apply) == ("1.inner.1.1", "gradient of input 0", "backward", 0)
+    assert run(NonfiniteBackward.apply) == ("1.inner.1.1", "gradient of input 0", "backward", 0)
     assert run(lambda x: 1 / (x - x)) == ("1.inner.1.1", "output 0", "forward", 0)
     assert run(torch.tanh)[0] is None
 
 
-def test_activations_in_place(x):
+def test_in_place_activations_are_supported(x):
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 16))
     assert not find_nan(model, x.requires_grad_())
 
@@ -243,37 +248,37 @@ def test_activations_in_place(x):
     ],
     ids=["LayerNormLinear", "LayerNormMLP", "TransformerLayer"],
 )
-def test_fused_modules(build, recipe):
+def test_nonfinite_values_around_and_in_fused_modules_are_located(build, recipe):
     x = torch.randn(4, 2, 16)
-    model = nn.Sequential(build(), Op(OnlyBackward.apply))
+    model = nn.Sequential(build(), FunctionModule(NonfiniteBackward.apply))
     with float8lab.autocast(recipe=recipe):
         assert not find_nan(model[0], x)
-        found = find_nan(model, x)
-    assert place(found) == ("1", "gradient of input 0", "backward", 0)
+        report = find_nan(model, x)
+    assert location(report) == ("1", "gradient of input 0", "backward", 0)
     name, parameter = next((n, p) for n, p in model.named_parameters() if n.endswith("weight"))
     with torch.no_grad():
         parameter.view(-1)[0] = torch.inf
-    owner, _, own = name.rpartition(".")
+    owner, _, parameter_name = name.rpartition(".")
     with float8lab.autocast(recipe=recipe):
-        assert place(find_nan(model, x)) == (owner, f"parameter {own}", "before", 0)
+        assert location(find_nan(model, x)) == (owner, f"parameter {parameter_name}", "before", 0)
 
 
-def test_compiled_models(x):
-    model = torch.compile(make(OnlyBackward.apply), backend="aot_eager")
-    assert place(find_nan(model, x)) == ("1.1", "gradient of input 0", "backward", 0)
+def test_nonfinite_gradients_in_a_compiled_model_are_located(x):
+    model = torch.compile(model_around(NonfiniteBackward.apply), backend="aot_eager")
+    assert location(find_nan(model, x)) == ("1.1", "gradient of input 0", "backward", 0)
 
 
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("warm", [False, True])
-def test_everything_is_as_before(x, bad, stored, warm):
+def test_model_and_optimizer_are_left_unchanged(x, bad, stored, warm):
     recipe = recipes.DelayedScaling()
     with float8lab.fp8_model_init(enabled=stored):
         layers = [float8lab.Linear(16, 16, device="cpu") for _ in range(2)]
-    middle = nn.Sequential(nn.BatchNorm1d(16), nn.Dropout(0.1))
-    model = nn.Sequential(layers[0], middle, layers[1])
+    function = nn.Sequential(nn.BatchNorm1d(16), nn.Dropout(0.1))
+    model = nn.Sequential(layers[0], function, layers[1])
     if bad:
-        model.append(Op(OnlyBackward.apply))
+        model.append(FunctionModule(NonfiniteBackward.apply))
     model[1][0].eval()
     if stored:
         optimizer = float8lab.optim.MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.1)
@@ -290,15 +295,17 @@ def test_everything_is_as_before(x, bad, stored, warm):
     assert snapshot(model, optimizer) == before
 
 
-def test_what_it_refuses(x):
+def test_invalid_arguments_raise(x):
     with pytest.raises(ValueError, match="steps must be an integer of at least 1; got 0"):
-        find_nan(make(), x, steps=0)
+        find_nan(model_around(), x, steps=0)
     with pytest.raises(TypeError, match="loss_fn must be given"):
-        find_nan(Op(lambda x: None), x)
+        find_nan(FunctionModule(lambda x: None), x)
 
 
-def test_the_loss_of_an_output_that_has_one(x):
-    seen = []
-    model = Op(lambda x: {"loss": F.mse_loss(x, x + 1), "logits": seen.append(1) or x / 0})
-    assert place(find_nan(model, x))[:2] == ("", "output ['logits']")
-    assert seen == [1]
+def test_a_loss_in_the_output_is_used(x):
+    calls = []
+    model = FunctionModule(
+        lambda x: {"loss": F.mse_loss(x, x + 1), "logits": calls.append(1) or x / 0}
+    )
+    assert location(find_nan(model, x))[:2] == ("", "output ['logits']")
+    assert calls == [1]

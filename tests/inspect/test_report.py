@@ -1,4 +1,4 @@
-"""The report's file: what it embeds is the log, and nothing in it leads elsewhere."""
+"""Tests of the report's HTML file: it embeds the log and refers to nothing outside itself."""
 
 import json
 import math
@@ -21,27 +21,27 @@ SCRIPT = re.compile(r"<script([^>]*)>(.*?)</script>", re.S)
 HOSTILE = "</script><script>alert(1)</script><!-- <b>&amp;"
 
 
-def record(step=0, layer="a", operand="x", **more):
+def record(step=0, layer="a", operand="x", **values):
     fields = dict.fromkeys(embedding.FIELDS, 0.0) | {"nan": 0, "inf": 0, "elements": 8}
-    return Record(step=step, layer=layer, operand=operand, **(fields | more))
+    return Record(step=step, layer=layer, operand=operand, **(fields | values))
 
 
-def scripts(page):
-    """By id, the text of each script element."""
-    found = {}
+def scripts_by_id(page):
+    """The text of each script element by its id."""
+    texts = {}
     for attributes, text in SCRIPT.findall(page):
         name = re.search(r'id="([^"]*)"', attributes)
-        found[unescape(name[1]) if name else len(found)] = text
-    return found
+        texts[unescape(name[1]) if name else len(texts)] = text
+    return texts
 
 
 class Page:
-    """The parts of the file, as a browser would read them."""
+    """The parts of the file as a browser reads them."""
 
     def __init__(self, log, path, **options):
         report(log, path, **options)
         self.text = path.read_text(encoding="utf-8")
-        self.scripts = scripts(self.text)
+        self.scripts = scripts_by_id(self.text)
         self.meta = json.loads(self.scripts["data"])
 
     def column(self, name):
@@ -66,11 +66,11 @@ def float32(value):
     return array("f", [math.nan if value is None else value])[0]
 
 
-def same(a, b):
+def equal_or_both_nan(a, b):
     return a == b or (math.isnan(a) and math.isnan(b))
 
 
-def test_embedded_fields_are_the_records(tmp_path):
+def test_embedded_fields_equal_the_records(tmp_path):
     log = sample(blocks=2, steps=20, every=3)
     page = Page(log, tmp_path / "report.html")
     assert page.meta["layers"] == log.layers
@@ -82,32 +82,34 @@ def test_embedded_fields_are_the_records(tmp_path):
         for name in embedding.FIELDS
     }
     steps, filled = page.meta["cells"]["first"], 0
-    for seen in log.records:
-        at = log.layers.index(seen.layer) * len(steps) + steps.index(seen.step)
+    for entry in log.records:
+        index = log.layers.index(entry.layer) * len(steps) + steps.index(entry.step)
         for name in embedding.FIELDS:
-            wanted = float32(getattr(seen, name))
-            assert same(columns[seen.operand, name][at], wanted), (seen, name)
+            expected = float32(getattr(entry, name))
+            assert equal_or_both_nan(columns[entry.operand, name][index], expected), (entry, name)
             filled += 1
     assert filled == sum(len(values) for values in columns.values())
 
 
-def test_embedded_histograms_are_the_records(tmp_path):
+def test_embedded_histograms_equal_the_records(tmp_path):
     log = sample(blocks=1, steps=12)
     page = Page(log, tmp_path / "report.html")
-    kept = page.meta["histograms"]
-    assert kept["steps"] == list(range(12))
-    assert (kept["low"], kept["high"]) == (-16, 15)
-    width = kept["high"] - kept["low"] + 1
-    for seen in log.records:
-        counts = page.column(f"{seen.operand}-exponents-{log.layers.index(seen.layer)}")
-        start = kept["steps"].index(seen.step) * width
-        found = dict(zip(range(kept["low"], kept["high"] + 1), counts[start:], strict=False))
-        assert {e: int(n) for e, n in found.items() if n} == {
-            e: n for e, n in seen.exponents.items() if n
+    histograms = page.meta["histograms"]
+    assert histograms["steps"] == list(range(12))
+    assert (histograms["low"], histograms["high"]) == (-16, 15)
+    width = histograms["high"] - histograms["low"] + 1
+    for entry in log.records:
+        counts = page.column(f"{entry.operand}-exponents-{log.layers.index(entry.layer)}")
+        start = histograms["steps"].index(entry.step) * width
+        histogram = dict(
+            zip(range(histograms["low"], histograms["high"] + 1), counts[start:], strict=False)
+        )
+        assert {e: int(n) for e, n in histogram.items() if n} == {
+            e: n for e, n in entry.exponents.items() if n
         }
 
 
-def test_absent_and_nonfinite_values(tmp_path):
+def test_absent_values_are_nan_and_nonfinite_values_are_kept(tmp_path):
     log = Log(
         layers=["a", "b"],
         records=[
@@ -125,7 +127,7 @@ def test_absent_and_nonfinite_values(tmp_path):
     assert math.isnan(page.field(log.records[1], "amax"))
     assert page.field(log.records[1], "sqnr") == math.inf
     assert math.isnan(page.field(log.records[0], "sqnr"))
-    # Not recorded: not even how many elements there are.
+    # A step without a record has no number of elements either.
     assert math.isnan(page.field(record(step=0, layer="b"), "elements"))
     assert math.isnan(page.field(record(step=0, layer="late", operand="other"), "elements"))
     assert page.meta["histograms"]["steps"] == []
@@ -141,7 +143,7 @@ def test_an_empty_log_has_a_page(tmp_path):
     assert page.meta["summary"] == []
 
 
-def test_summary_has_means_and_the_steps_of_the_worst(tmp_path):
+def test_summary_has_the_mean_the_worst_value_and_its_step(tmp_path):
     log = Log(
         layers=["a"],
         records=[
@@ -157,14 +159,14 @@ def test_summary_has_means_and_the_steps_of_the_worst(tmp_path):
     assert row["nonfinite"] is None
 
 
-def test_a_long_run_shares_cells_and_each_field_is_the_worst(tmp_path, monkeypatch):
+def test_steps_of_a_long_run_share_cells_that_hold_the_worst_value(tmp_path, monkeypatch):
     monkeypatch.setattr(embedding, "MOST_CELLS", 4)
     monkeypatch.setattr(embedding, "MOST_COUNTS", 6)
     monkeypatch.setattr(embedding, "MOST_LOSSES", 3)
-    numbers = [(0.1, 30.0), (0.4, 20.0), (0.2, None), (0.3, 25.0), (0.0, 28.0)]
+    statistics = [(0.1, 30.0), (0.4, 20.0), (0.2, None), (0.3, 25.0), (0.0, 28.0)]
     records = [
         record(step=10 * i, flushed=flushed, sqnr=sqnr, exponents={0: i + 1, 1: 1})
-        for i, (flushed, sqnr) in enumerate(numbers)
+        for i, (flushed, sqnr) in enumerate(statistics)
     ]
     steps = [Step(step, loss=float(step)) for step in range(41)]
     page = Page(Log(layers=["a"], records=records, steps=steps), tmp_path / "report.html")
@@ -177,10 +179,10 @@ def test_a_long_run_shares_cells_and_each_field_is_the_worst(tmp_path, monkeypat
     assert page.meta["histograms"]["steps"] == [0, 20, 40]
     assert list(page.column("x-exponents-0")) == [1, 1, 3, 1, 5, 1]
     assert page.meta["loss"]["steps"] == [0, 20, 40]
-    assert page.meta["summary"][0]["flushed"][1:] == [0.4, 10]  # of all steps
+    assert page.meta["summary"][0]["flushed"][1:] == [0.4, 10]  # of all steps, not of one per cell
 
 
-def test_gemms_are_kept_where_they_change(tmp_path):
+def test_gemms_are_embedded_at_the_steps_where_they_change(tmp_path):
     runs = [{"fprop": 1, "wgrad": 1}, {"fprop": 1, "wgrad": 1}, {}, {"fprop": 1, "wgrad": 1}]
     log = Log(
         layers=["a", "b"],
@@ -212,19 +214,20 @@ def test_texts_are_escaped(tmp_path):
     assert len(page.scripts) == len(SCRIPT.findall(page.text)) == 3 + columns
 
 
-def test_nothing_leads_elsewhere(tmp_path):
+def test_the_page_loads_nothing_from_elsewhere(tmp_path):
     page = Page(sample(blocks=1, steps=3), tmp_path / "report.html")
     assert page.scripts["plotly"].startswith("/**")
-    own = page.text.replace(page.scripts["plotly"], "")  # which names sites, and asks none
-    assert not re.search(r"https?:|//\w+\.\w|url\(|@import", own)
-    assert re.findall(r"\b(?:src|href)=\"([^\"]*)\"", own) == ["data:,"]
-    # And what is asked for all the same, the browser refuses.
-    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', own)
+    # plotly mentions sites but requests none.
+    own_text = page.text.replace(page.scripts["plotly"], "")
+    assert not re.search(r"https?:|//\w+\.\w|url\(|@import", own_text)
+    assert re.findall(r"\b(?:src|href)=\"([^\"]*)\"", own_text) == ["data:,"]
+    # The browser also refuses every request.
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', own_text)
     assert policy[1].startswith("default-src 'none'; script-src 'unsafe-inline';")
     assert "connect-src" not in policy[1]
 
 
-def test_the_file_is_as_large_as_its_data_asks(tmp_path):
+def test_file_size_is_bounded_by_the_size_of_the_data(tmp_path):
     small = report(Log(), tmp_path / "small.html").stat().st_size
     assert small < 6e6  # the chart library
     page = report(sample(blocks=5, steps=100), tmp_path / "page.html").stat().st_size
@@ -247,9 +250,9 @@ def test_without_plotly_the_error_names_the_extra(tmp_path, monkeypatch):
 
 def test_plotly_is_unwrapped_with_its_license():
     script = pytest.importorskip("plotly.offline").get_plotlyjs()
-    found = _unwrapped(script)
-    assert "Licensed under the MIT license" in found[:200]
-    assert found.split("*/\n", 1)[1].startswith('"use strict";var Plotly=')
-    assert found.rstrip().endswith("window.Plotly = Plotly;")
-    assert len(script) - 1000 < len(found) < len(script)
+    unwrapped = _unwrapped(script)
+    assert "Licensed under the MIT license" in unwrapped[:200]
+    assert unwrapped.split("*/\n", 1)[1].startswith('"use strict";var Plotly=')
+    assert unwrapped.rstrip().endswith("window.Plotly = Plotly;")
+    assert len(script) - 1000 < len(unwrapped) < len(script)
     assert _unwrapped("var Plotly = {};") == "var Plotly = {};"

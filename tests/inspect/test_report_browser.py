@@ -1,4 +1,4 @@
-"""The report in a real browser, with a mouse and a keyboard."""
+"""Tests of the report in a real browser, with a mouse and a keyboard."""
 
 import csv
 import json
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(
 LOG = browser.sample(blocks=3, steps=40)
 
 
-class Reader:
-    """Someone who reads one report."""
+class ReportReader:
+    """A reader of one report, who clicks and types."""
 
     def __init__(self, driver):
         self.driver = driver
@@ -44,7 +44,7 @@ class Reader:
         self.settle()
 
     def settle(self):
-        """Wait until what was asked for is drawn; the page waits for more letters of a search."""
+        """Wait until the page has drawn the request; a search first waits for more letters."""
         self.driver.execute_async_script(
             "const done = arguments[0], main = document.querySelector('main');"
             "const drawn = () => requestAnimationFrame(() => setTimeout("
@@ -88,48 +88,48 @@ class Reader:
         return self.find("#drill-title").text
 
     def values(self, chart):
-        """What a chart draws: of each trace, its y, or z of a heat map."""
+        """Return the y of each trace of a chart, or its z in a heat map."""
         return self.run(
             "return document.getElementById(arguments[0]).data.map(t => Array.from(t.z || t.y))",
             chart,
         )
 
-    def complaints(self):
-        """What the console says, and what was asked of any network."""
-        said = [entry["message"] for entry in self.driver.get_log("browser")]
+    def messages_and_requests(self):
+        """Return the messages of the console and the URLs requested from any network."""
+        messages = [entry["message"] for entry in self.driver.get_log("browser")]
         for entry in self.driver.get_log("performance"):
             message = json.loads(entry["message"])["message"]
             if message["method"] == "Network.requestWillBeSent":
                 url = message["params"]["request"]["url"]
-                # chrome: the browser's own new tab, before it is given a page.
+                # "chrome" is the browser's own new tab, which is open before it gets a page.
                 if not url.startswith((self.opened.parent.as_uri(), "data:", "blob:", "chrome")):
-                    said.append(url)
-        return said
+                    messages.append(url)
+        return messages
 
 
 @pytest.fixture(scope="module")
 def driver():
     pytest.importorskip("plotly")
-    with browser.browser() as opened:
-        yield opened
+    with browser.browser() as webdriver:
+        yield webdriver
 
 
 @pytest.fixture
 def reader(driver, tmp_path):
-    """With the sample open; whatever the test does, the page must not complain."""
+    """A reader with the sample open. The page must not complain in any test."""
     browser.resize(driver, 1280, 900)
-    reader = Reader(driver)
+    reader = ReportReader(driver)
     reader.open(LOG, tmp_path / "report.html")
     yield reader
-    assert reader.complaints() == []
+    assert reader.messages_and_requests() == []
 
 
-def seen(step, layer, operand):
-    (found,) = [r for r in LOG.records if (r.step, r.layer, r.operand) == (step, layer, operand)]
-    return found
+def record_of(step, layer, operand):
+    (match,) = [r for r in LOG.records if (r.step, r.layer, r.operand) == (step, layer, operand)]
+    return match
 
 
-def test_opens_with_everything_drawn(reader):
+def test_the_page_opens_with_every_chart_drawn(reader):
     assert reader.driver.title == "FP8 training report"
     for chart in ("map", "sqnr", "shares", "scales", "bars", "exponents", "loss"):
         box = reader.find(f"#{chart} .main-svg").size
@@ -146,12 +146,12 @@ def test_opens_with_everything_drawn(reader):
 
 
 def test_map_shows_the_worst_operand_or_the_chosen_one(reader):
-    def wanted(operands):
+    def expected_rows(operands):
         return [
             [
                 max(
-                    max(math.log10(seen(s, layer, o).flushed), -6)
-                    if seen(s, layer, o).flushed
+                    max(math.log10(record_of(s, layer, o).flushed), -6)
+                    if record_of(s, layer, o).flushed
                     else -6
                     for o in operands
                 )
@@ -162,42 +162,44 @@ def test_map_shows_the_worst_operand_or_the_chosen_one(reader):
 
     for operand, operands in (("all", ("x", "w", "dy")), ("x", ("x",)), ("w", ("w",))):
         reader.choose("operands", operand)
-        for row, expected in zip(reader.values("map")[0], wanted(operands), strict=False):
+        for row, expected in zip(reader.values("map")[0], expected_rows(operands), strict=False):
             assert row == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_clicked_cell_is_shown_below(reader):
+def test_details_of_a_clicked_cell_are_shown(reader):
     reader.choose("operands", "x")
     reader.choose("metrics", "saturated")
     reader.click_map(5, 17)
-    shown = seen(17, LOG.layers[5], "x")
+    entry = record_of(17, LOG.layers[5], "x")
     assert reader.title() == f"{LOG.layers[5]}, x, input, step 17"
     facts = reader.facts()
-    assert facts["Amax"] == f"{shown.amax:.4g}"
-    assert facts["SQNR"] == f"{shown.sqnr:.1f} dB"
+    assert facts["Amax"] == f"{entry.amax:.4g}"
+    assert facts["SQNR"] == f"{entry.sqnr:.1f} dB"
     assert facts["Elements"] == "1,048,576"
     assert facts["GEMMs"] == "1 fprop, 1 dgrad, 1 wgrad"
     (bars,) = reader.values("bars")
-    assert [n for n in bars if n] == [n for n in shown.exponents.values() if n]
+    assert [n for n in bars if n] == [n for n in entry.exponents.values() if n]
     assert "step 17" in reader.find("#bars-title").text
     amax = reader.values("scales")[0]
-    assert amax == pytest.approx([seen(s, LOG.layers[5], "x").amax for s in range(40)], rel=1e-6)
+    assert amax == pytest.approx(
+        [record_of(s, LOG.layers[5], "x").amax for s in range(40)], rel=1e-6
+    )
     assert reader.find("#layer").get_property("value") == "5"
 
 
-def test_the_tip_says_what_is_under_the_mouse(reader):
+def test_the_tip_names_the_cell_under_the_mouse(reader):
     reader.choose("metrics", "sqnr")
     reader.click_map(3, 30, move_only=True)
-    least = min((seen(30, LOG.layers[3], o).sqnr, o) for o in ("x", "w", "dy"))
+    lowest = min((record_of(30, LOG.layers[3], o).sqnr, o) for o in ("x", "w", "dy"))
     assert reader.find("#tip").is_displayed()
-    tip = f"{LOG.layers[3]}\n{least[1]}, step 30: {least[0]:.1f} dB"
+    tip = f"{LOG.layers[3]}\n{lowest[1]}, step 30: {lowest[0]:.1f} dB"
     assert reader.find("#tip").text == tip
 
 
 def test_a_cell_of_all_operands_opens_the_worst(reader):
     reader.choose("metrics", "sqnr")
     reader.click_map(3, 30)
-    worst = min(("x", "w", "dy"), key=lambda o: seen(30, LOG.layers[3], o).sqnr)
+    worst = min(("x", "w", "dy"), key=lambda o: record_of(30, LOG.layers[3], o).sqnr)
     assert reader.find("#operand").get_property("value") == worst
 
 
@@ -227,15 +229,15 @@ def test_layers_are_filtered_by_name(reader):
     assert len(reader.values("map")[0]) == len(LOG.layers)
 
 
-def test_table_ranks_and_opens(reader):
-    most = max(LOG.records, key=lambda r: r.flushed)
-    assert reader.texts("#rows tr:first-child td")[:2] == [most.layer, most.operand]
+def test_the_table_sorts_and_its_rows_open_details(reader):
+    highest = max(LOG.records, key=lambda r: r.flushed)
+    assert reader.texts("#rows tr:first-child td")[:2] == [highest.layer, highest.operand]
     reader.choose("metrics", "sqnr")
-    least = min((r for r in LOG.records if r.sqnr is not None), key=lambda r: r.sqnr)
-    assert reader.texts("#rows tr:first-child td")[:2] == [least.layer, least.operand]
+    lowest = min((r for r in LOG.records if r.sqnr is not None), key=lambda r: r.sqnr)
+    assert reader.texts("#rows tr:first-child td")[:2] == [lowest.layer, lowest.operand]
     reader.click("#rows tr:first-child button")
-    assert reader.title().startswith(least.layer)
-    assert reader.title().endswith(f"step {least.step}")
+    assert reader.title().startswith(lowest.layer)
+    assert reader.title().endswith(f"step {lowest.step}")
 
     reader.click("th[data-column=nonfinite] button")
     assert reader.find("th[aria-sort]").get_attribute("data-column") == "nonfinite"
@@ -251,19 +253,19 @@ def test_table_ranks_and_opens(reader):
     [("subnormal", "subnormal"), ("amax", "amax"), ("scale", "scale_max"),
      ("staleness", "staleness")],
 )  # fmt: skip
-def test_every_quantity_ranks_the_table(reader, metric, field):
+def test_the_table_sorts_by_every_quantity(reader, metric, field):
     finite = [r for r in LOG.records if math.isfinite(getattr(r, field) or math.nan)]
-    most = max(finite, key=lambda r: getattr(r, field))
+    highest = max(finite, key=lambda r: getattr(r, field))
     reader.choose("metrics", metric)
     assert reader.find("th[aria-sort]").get_attribute("data-column") == metric
-    assert reader.texts("#rows tr:first-child td")[:2] == [most.layer, most.operand]
-    heads = [text for text in reader.texts("#heads th") if text]
-    assert len(heads) == len(reader.texts("#rows tr:first-child td"))
+    assert reader.texts("#rows tr:first-child td")[:2] == [highest.layer, highest.operand]
+    headers = [text for text in reader.texts("#heads th") if text]
+    assert len(headers) == len(reader.texts("#rows tr:first-child td"))
     reader.click("#rows tr:first-child button")
-    assert reader.title().endswith(f"step {most.step}")
+    assert reader.title().endswith(f"step {highest.step}")
 
 
-def test_an_address_opens_what_was_selected(reader, tmp_path):
+def test_an_address_restores_the_selection(reader, tmp_path):
     reader.choose("metrics", "sqnr")
     reader.click_map(5, 17)
     address, title = reader.driver.current_url, reader.title()
@@ -297,15 +299,15 @@ def test_numbers_are_saved_as_csv(reader, tmp_path):
             assert {row["layer"] for row in rows} == set(LOG.layers)
             assert {row["operand"] for row in rows} == {"x"}
         else:
-            shown = seen(17, LOG.layers[5], "x")
-            assert float(rows[17]["amax"]) == pytest.approx(shown.amax, rel=1e-6)
+            entry = record_of(17, LOG.layers[5], "x")
+            assert float(rows[17]["amax"]) == pytest.approx(entry.amax, rel=1e-6)
             assert rows[17]["first step"] == "17"
 
 
-def test_two_runs_on_one_page(reader, tmp_path):
-    other = Log(steps=[Step(step.step, loss=2 * step.loss) for step in LOG.steps])
-    reader.open(LOG, tmp_path / "two.html", baseline=other, names=("bfloat16", "FP8"))
-    assert reader.values("loss") == [[s.loss for s in other.steps], [s.loss for s in LOG.steps]]
+def test_a_baseline_is_shown_on_the_same_page(reader, tmp_path):
+    baseline = Log(steps=[Step(step.step, loss=2 * step.loss) for step in LOG.steps])
+    reader.open(LOG, tmp_path / "two.html", baseline=baseline, names=("bfloat16", "FP8"))
+    assert reader.values("loss") == [[s.loss for s in baseline.steps], [s.loss for s in LOG.steps]]
     assert "a: bfloat16" in reader.find("main").text
     assert "the loss of b is -50.00 % of a's" in reader.find("main").text
 
@@ -328,12 +330,12 @@ def test_keys_move_over_the_map(reader):
     assert reader.title().endswith("step 1")
 
 
-def test_values_that_are_not_finite_are_named(reader):
-    broken = next(r for r in LOG.records if r.nan)
+def test_nonfinite_values_are_shown(reader):
+    nonfinite = next(r for r in LOG.records if r.nan)
     reader.choose("operands", "dy")
-    reader.click_map(LOG.layers.index(broken.layer), broken.step)
+    reader.click_map(LOG.layers.index(nonfinite.layer), nonfinite.step)
     facts = reader.facts()
-    assert facts["NaN, inf"] == f"{broken.nan}, 0"
+    assert facts["NaN, inf"] == f"{nonfinite.nan}, 0"
     assert facts["Amax"] == "\u2013"
     reader.choose("operands", "w")
     reader.click_map(LOG.layers.index("blocks.0.attention.qkv"), 3)
@@ -341,8 +343,8 @@ def test_values_that_are_not_finite_are_named(reader):
     assert reader.facts()["Staleness"] == "none"
 
 
-def test_dark_and_light(reader):
-    def look(scheme):
+def test_colours_follow_the_color_scheme(reader):
+    def colours(scheme):
         feature = {"name": "prefers-color-scheme", "value": scheme}
         reader.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
         reader.settle()
@@ -351,13 +353,13 @@ def test_dark_and_light(reader):
         ramp = reader.run("return document.getElementById('map').data[0].colorscale[0][1]")
         return page, text, ramp
 
-    light, dark = look("light"), look("dark")
+    light, dark = colours("light"), colours("dark")
     assert all(a != b for a, b in zip(light, dark, strict=True))
-    assert look("light") == light
+    assert colours("light") == light
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-def test_nothing_overflows(reader, width):
+def test_the_page_does_not_overflow_its_width(reader, width):
     browser.resize(reader.driver, width, 900)
     reader.settle()
     inner, scroll = reader.run(
@@ -368,7 +370,7 @@ def test_nothing_overflows(reader, width):
         assert reader.find(f"#{chart} .main-svg").size["width"] <= width
 
 
-def test_hostile_names_are_only_names(reader, tmp_path):
+def test_html_in_names_is_shown_as_text(reader, tmp_path):
     records = [record(step, HOSTILE, "x", flushed=0.1, exponents={0: 1, 1: 2}) for step in range(3)]
     log = Log(recipe=HOSTILE, about={HOSTILE: HOSTILE}, layers=[HOSTILE], records=records)
     reader.open(log, tmp_path / "hostile.html")
@@ -380,14 +382,14 @@ def test_hostile_names_are_only_names(reader, tmp_path):
     assert reader.driver.find_elements("css selector", "#map b, #map script") == []
 
 
-def test_empty_one_step_and_partial_logs(reader, tmp_path):
+def test_empty_one_step_and_partial_logs_have_a_page(reader, tmp_path):
     reader.open(Log(), tmp_path / "empty.html")
     assert "No step was watched" in reader.find("#map").text
     assert "No finite loss" in reader.find("#loss").text
     reader.open(Log(layers=["a"], records=[record()]), tmp_path / "one.html")
     assert reader.title() == "a, x, input, step 0"
     assert "No histogram" in reader.find("#bars").text
-    reader.choose("metrics", "amax")  # zero, of which there is no logarithm
+    reader.choose("metrics", "amax")  # zero has no logarithm
     assert "no value is a finite number" in reader.find("#map").text
     reader.choose("metrics", "flushed")
     assert reader.values("map")[0] == [[-6]]
@@ -399,8 +401,8 @@ def test_empty_one_step_and_partial_logs(reader, tmp_path):
     assert "(the nearest kept)" not in reader.find("#bars-title").text
 
 
-def test_a_large_report_opens_whole(reader, tmp_path):
-    """``python -m benchmarks.report_page`` opens 1000 steps, and measures how fast."""
+def test_a_large_report_opens_completely(reader, tmp_path):
+    """``python -m benchmarks.report_page`` opens 1000 steps and measures the time."""
     reader.open(browser.sample(blocks=50, steps=300), tmp_path / "large.html")
     cells = reader.values("map")[0]
     assert (len(cells), len(cells[0])) == (200, 300)

@@ -1,4 +1,4 @@
-"""Verdicts on watched runs, alerts while they run, and two runs side by side."""
+"""Tests of verdicts on watched runs, of alerts during a run, and of comparing two runs."""
 
 import json
 import math
@@ -18,8 +18,8 @@ GOOD = {
 }  # fmt: skip
 
 
-def record(step=0, layer="a", operand="x", **more):
-    return Record(step=step, layer=layer, operand=operand, **{**GOOD, **more})
+def record(step=0, layer="a", operand="x", **values):
+    return Record(step=step, layer=layer, operand=operand, **{**GOOD, **values})
 
 
 CASES = {
@@ -30,21 +30,23 @@ CASES = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_each_kind_is_found_once_at_its_worst(kind):
-    more, value, shown = CASES[kind]
+def test_each_kind_of_finding_is_reported_once_at_its_worst_step(kind):
+    values, value, text = CASES[kind]
     milder = {key: 0 if key in ("nan", "inf") else number for key, number in GOOD.items()}
-    log = Log(records=[record(0, **milder), record(1, **more), record(1, "b"), record(2, **more)])
+    log = Log(
+        records=[record(0, **milder), record(1, **values), record(1, "b"), record(2, **values)]
+    )
     diagnosis = diagnose(log)
     (finding,) = diagnosis.findings
     assert (finding.step, finding.layer, finding.operand, finding.kind) == (1, "a", "x", kind)
-    assert (finding.value, finding.shown()) == (value, shown)
+    assert (finding.value, finding.shown()) == (value, text)
     assert not diagnosis.is_healthy
-    assert f"a, x: {kind} ({shown}). Try {finding.advice}." in str(diagnosis)
+    assert f"a, x: {kind} ({text}). Try {finding.advice}." in str(diagnosis)
     assert json.loads(json.dumps(diagnosis.to_json()))["findings"][0]["kind"] == kind
 
 
-def test_worst_kinds_come_first_and_health_is_a_sentence():
-    records = [record(layer=kind, **more) for kind, (more, _, _) in reversed(CASES.items())]
+def test_findings_are_sorted_by_kind_and_health_is_one_sentence():
+    records = [record(layer=kind, **values) for kind, (values, _, _) in reversed(CASES.items())]
     assert [f.kind for f in diagnose(Log(records=records)).findings] == [*CASES]
     healthy = diagnose(Log(records=[record(), record(1)]))
     assert str(healthy) == (
@@ -54,26 +56,26 @@ def test_worst_kinds_come_first_and_health_is_a_sentence():
     assert "Nothing was watched" in str(diagnose(Log()))
 
 
-def test_a_gemm_that_alone_is_in_high_precision_is_found():
+def test_a_gemm_in_high_precision_is_a_finding_unless_all_are():
     gemms = {"a": {"fprop": 1, "wgrad": 1}, "b": {"fprop, high precision": 2, "wgrad": 1}}
     (finding,) = diagnose(Log(steps=[Step(4, None, gemms)])).findings
     assert (finding.step, finding.layer, finding.operand) == (4, "b", "fprop")
-    everywhere = {name: {"fprop, high precision": 1} for name in "ab"}
-    assert diagnose(Log(steps=[Step(4, None, everywhere)])).is_healthy
+    gemms_of_all_layers = {name: {"fprop, high precision": 1} for name in "ab"}
+    assert diagnose(Log(steps=[Step(4, None, gemms_of_all_layers)])).is_healthy
 
 
 @pytest.mark.parametrize("warn", [True, False])
-def test_a_watch_warns_once_of_what_is_new(warn):
+def test_a_watch_warns_once_of_each_new_finding(warn):
     layer = float8lab.convert_to_float8(torch.nn.Linear(32, 32))
     x = torch.ones(16, 32)
     watch = float8lab.inspect.watch(layer, warn=warn)
-    with warnings.catch_warnings(record=True) as caught, watch as w:
+    with warnings.catch_warnings(record=True) as caught_warnings, watch as w:
         warnings.simplefilter("always")
         for step in range(3):
             x[0, 0] = 1.0 if step == 0 else float("inf")
             layer(x).sum().backward()
             w.step()
-    messages = [str(warning.message) for warning in caught]
+    messages = [str(warning.message) for warning in caught_warnings]
     assert len(messages) == warn
     beginning = "step 1: (model), x: not finite (1). Try find the op"
     assert all(message.startswith(beginning) for message in messages)
@@ -97,7 +99,7 @@ def two_runs():
     return a, b
 
 
-def test_two_runs_side_by_side():
+def test_compare_reports_the_loss_gap_and_sqnr_gains():
     comparison = compare(*two_runs())
     assert comparison.gap == pytest.approx(0.05)
     assert [(o.layer, o.sqnr_gain) for o in comparison.operands] == [
@@ -110,8 +112,8 @@ def test_two_runs_side_by_side():
         "2 operands in both: SQNR of b is more than 1 dB higher in 1, lower in 1; 1 in one" in text
     )
     assert "19    2.0000  2.1000  +5.00 %" in text
-    alone = compare(two_runs()[0], Log(steps=[Step(3, 2.5)]))
-    assert alone.losses == ((3, 2.0, 2.5),)
+    without_common_operands = compare(two_runs()[0], Log(steps=[Step(3, 2.5)]))
+    assert without_common_operands.losses == ((3, 2.0, 2.5),)
     assert compare(Log(), Log()).gap is None
     diverged = compare(Log(steps=[Step(3, math.nan)]), two_runs()[0])
     assert json.loads(json.dumps(diverged.to_json(), allow_nan=False))["gap"] is None
@@ -119,7 +121,7 @@ def test_two_runs_side_by_side():
         compare(Log(), torch.ones(1))
 
 
-def test_the_commands(tmp_path, capsys):
+def test_the_compare_report_and_version_commands(tmp_path, capsys):
     pytest.importorskip("plotly")
     paths = [str(tmp_path / name) for name in "ab"]
     for log, path in zip(two_runs(), paths, strict=True):

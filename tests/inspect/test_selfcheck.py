@@ -1,4 +1,4 @@
-"""`float8lab selfcheck`: that it covers every op, finds what is wrong, and says so."""
+"""Tests of `float8lab selfcheck`: it covers every op, detects wrong results and reports them."""
 
 import importlib
 import json
@@ -15,82 +15,88 @@ from float8lab import __main__ as command
 from float8lab import ops
 from float8lab.formats import E4M3, E5M2
 from float8lab.inspect.selfcheck import CHECKS, Cases, Check, casts, gemms, selfcheck
-from float8lab.inspect.selfcheck import running as module
+from float8lab.inspect.selfcheck import running as running
 from tests.processes import run_python
 from tests.recorder import Ops
 
 CPU = torch.device("cpu")
 
 
-def named(*names: str) -> list[Check]:
-    """Those checks."""
-    found = [check for check in CHECKS if check.name in names]
-    assert len(found) == len(names)
-    return found
+def checks_named(*names: str) -> list[Check]:
+    """Return the checks with these names."""
+    checks = [check for check in CHECKS if check.name in names]
+    assert len(checks) == len(names)
+    return checks
 
 
 @pytest.fixture
-def only(monkeypatch):
-    """Let ``selfcheck`` run these checks alone."""
+def select_checks(monkeypatch):
+    """Return a function that makes ``selfcheck`` run only the checks with these names."""
 
     def select(*names):
-        monkeypatch.setattr(module, "CHECKS", named(*names))
+        monkeypatch.setattr(running, "CHECKS", checks_named(*names))
 
     return select
 
 
 def test_every_op_is_in_a_check():
-    """A new op, in ``ops.__all__`` or in the ``__all__`` of a file of ops alone, needs a check."""
-    modules = [one.name for one in pkgutil.iter_modules(ops.__path__) if not one.ispkg]
+    """A new op, in ``ops.__all__`` or only in the ``__all__`` of an ops file, needs a check."""
+    modules = [info.name for info in pkgutil.iter_modules(ops.__path__) if not info.ispkg]
     files = [importlib.import_module(f"float8lab.ops.{name}") for name in modules]
     defined = {name for file in (ops, *files) for name in file.__all__ if name.endswith("_op")}
     assert {name for check in CHECKS for name in check.ops} == {*defined, "scaled_mm_into"}
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-def test_a_check_calls_its_ops_and_passes(check):
-    """On a GPU ``test_the_whole_command`` runs them all, so that each kernel is compiled once."""
+def test_each_check_calls_its_ops_and_passes_on_the_cpu(check):
+    """Runs on the CPU only; the test of the whole command covers the GPU.
+
+    ``test_the_selfcheck_command_passes_and_times_every_check`` runs all checks on a GPU in one
+    process, so that each kernel is compiled once.
+    """
     with Ops() as called, torch.no_grad():
-        rows = module._rows_of(check, CPU)
+        rows = running._rows_of(check, CPU)
     registered = [getattr(ops, name) for name in check.ops if name.endswith("_op")]
     assert {op.overload for op in registered} <= set(called.seen)
     assert [row.failures for row in rows if row.status == "failed"] == []
     assert sum(row.cases for row in rows) > 4
 
 
-def wrong_byte(function, skips_matrices):
-    """The last element of the first output is another, unless a matrix itself is cast."""
+def with_wrong_element(function, skips_matrices):
+    """Change the last element of the first output, except where the check casts a matrix itself."""
 
-    def changed(*args, **kwargs):
+    def with_wrong_last_element(*args, **kwargs):
         outputs = function(*args, **kwargs)
         if skips_matrices and args[0] == "":
             return outputs
         outputs = outputs if isinstance(outputs, torch.Tensor) else list(outputs)
         first = outputs
         if not isinstance(outputs, torch.Tensor):
-            first = next(one for one in outputs if one is not None)
+            first = next(output for output in outputs if output is not None)
         first = first.clone() if isinstance(outputs, torch.Tensor) else first
         if first.numel():
             flat = first.view(torch.uint8) if first.element_size() == 1 else first
             flat[(-1,) * flat.ndim] = flat[(-1,) * flat.ndim] * 2 + 3
         return first if isinstance(outputs, torch.Tensor) else outputs
 
-    return changed
+    return with_wrong_last_element
 
 
-RETURNING = [
+OPS_WITH_OUTPUTS = [
     (check.name, name)
     for check in CHECKS
     for name in check.ops
-    # scaled_mm_op leaves out a block in a test below, which fails the same check.
+    # A test below omits a block of scaled_mm_op's operand, which fails the same check.
     if not name.endswith(("many_op", "update_scales_op", "_into", "scaled_mm_op"))
 ]
 
 
-@pytest.mark.parametrize(("check", "op"), RETURNING, ids=lambda name: name)
+@pytest.mark.parametrize(("check", "op"), OPS_WITH_OUTPUTS, ids=lambda name: name)
 def test_one_wrong_element_fails_the_check(check, op, monkeypatch):
-    monkeypatch.setattr(ops, op, wrong_byte(getattr(ops, op), named(check)[0].group == "prologues"))
-    rows = module._rows_of(named(check)[0], CPU)
+    monkeypatch.setattr(
+        ops, op, with_wrong_element(getattr(ops, op), checks_named(check)[0].group == "prologues")
+    )
+    rows = running._rows_of(checks_named(check)[0], CPU)
     assert "failed" in {row.status for row in rows}
 
 
@@ -98,31 +104,31 @@ def test_one_wrong_element_fails_the_check(check, op, monkeypatch):
 def test_an_op_that_writes_nothing_fails_the_check(op, monkeypatch):
     monkeypatch.setattr(ops, op, lambda *args: None)
     (check,) = [check for check in CHECKS if op in check.ops]
-    assert {row.status for row in module._rows_of(check, CPU)} == {"failed"}
+    assert {row.status for row in running._rows_of(check, CPU)} == {"failed"}
 
 
-def test_a_product_that_leaves_out_the_last_of_1001_blocks_fails(monkeypatch):
-    right = ops.scaled_mm_op
+def test_a_gemm_without_the_last_of_1001_blocks_fails(monkeypatch):
+    scaled_mm = ops.scaled_mm_op
 
-    def short(a, a_scale, a_block, b, *rest):
+    def without_last_block(a, a_scale, a_block, b, *other_arguments):
         if a.shape[1] == 1001 * 128:
             a = a.clone()
             a.view(torch.uint8)[:, 1000 * 128 :] = 0
-        return right(a, a_scale, a_block, b, *rest)
+        return scaled_mm(a, a_scale, a_block, b, *other_arguments)
 
-    monkeypatch.setattr(ops, "scaled_mm_op", short)
-    some = gemms._BLOCKS[::2]
-    monkeypatch.setattr(gemms, "_BLOCKS", some)
-    (row,) = module._rows_of(named("scaled_mm")[0], CPU)
-    assert len(row.failures) == len(some) ** 2 * 2  # pairs of blocks, output dtypes
+    monkeypatch.setattr(ops, "scaled_mm_op", without_last_block)
+    blocks = gemms._BLOCKS[::2]
+    monkeypatch.setattr(gemms, "_BLOCKS", blocks)
+    (row,) = running._rows_of(checks_named("scaled_mm")[0], CPU)
+    assert len(row.failures) == len(blocks) ** 2 * 2  # pairs of blocks, output dtypes
     assert all("1001 blocks" in failure for failure in row.failures)
 
 
-def test_the_formats_are_defined_as_torch_has_them():
-    """Torch's conversions and the definition, written twice, agree."""
-    every = torch.arange(256, dtype=torch.uint8)
+def test_format_values_equal_those_of_torch():
+    """The conversions of torch agree with the definitions of the formats in ``selfcheck``."""
+    all_bytes = torch.arange(256, dtype=torch.uint8)
     for fp8_dtype in (E4M3, E5M2):
-        values = every.view(fp8_dtype).double()
+        values = all_bytes.view(fp8_dtype).double()
         torch.testing.assert_close(
             casts.values_of(fp8_dtype), values, rtol=0, atol=0, equal_nan=True
         )
@@ -130,14 +136,14 @@ def test_the_formats_are_defined_as_torch_has_them():
         assert torch.equal(casts._nearest(finite, finite, fp8_dtype).float(), finite)
 
 
-def larger_amax(*args):
-    """The op, whose results are wrong."""
+def wrong_amax(*args):
+    """Return a wrong result of ``amax_op``."""
     return ops.reference.amax_of(*args) + 1
 
 
-def test_report_of_a_failure(only, monkeypatch):
-    only("amax", "rotate")
-    monkeypatch.setattr(ops, "amax_op", larger_amax)
+def test_report_of_a_failure(select_checks, monkeypatch):
+    select_checks("amax", "rotate")
+    monkeypatch.setattr(ops, "amax_op", wrong_amax)
     report = selfcheck("cpu")
     assert not report.passed
     text = re.sub(r"in \d+\.\d s", "in (masked) s", str(report))
@@ -166,8 +172,8 @@ attention
     )
 
 
-def test_report_when_all_is_well(only):
-    only("transpose", "fp8_attention")
+def test_report_of_passed_checks(select_checks):
+    select_checks("transpose", "fp8_attention")
     for verbose in (False, True):
         report = selfcheck("cpu", verbose=verbose)
         assert report.passed
@@ -190,22 +196,22 @@ attention
     )
 
 
-def test_an_exception_is_a_failure_of_its_check_alone(only, monkeypatch):
-    only("amax", "rotate")
+def test_an_exception_is_a_failure_of_its_check_alone(select_checks, monkeypatch):
+    select_checks("amax", "rotate")
 
-    def broken(*args):
+    def raises(*args):
         raise RuntimeError("no kernel\nimage")
 
-    monkeypatch.setattr(ops, "amax_op", broken)
+    monkeypatch.setattr(ops, "amax_op", raises)
     rows = selfcheck("cpu").rows
     assert [(row.name, row.status) for row in rows] == [("amax", "failed"), ("rotate", "passed")]
     assert rows[0].failures[0].endswith("RuntimeError: no kernel image")
 
 
-def test_an_exception_for_lack_of_hardware_is_no_failure(only, monkeypatch):
-    only("amax")
+def test_an_exception_on_unsupported_hardware_is_not_a_failure(select_checks, monkeypatch):
+    select_checks("amax")
     monkeypatch.setattr(ops, "amax_op", lambda *args: 1 / 0)
-    monkeypatch.setattr(module, "why_casts_are_missing", lambda device: "this GPU is SM 8.0")
+    monkeypatch.setattr(running, "why_casts_are_missing", lambda device: "this GPU is SM 8.0")
     report = selfcheck("cpu")
     assert report.passed
     assert [(row.status, row.reason) for row in report.rows] == [
@@ -213,14 +219,14 @@ def test_an_exception_for_lack_of_hardware_is_no_failure(only, monkeypatch):
     ]
 
 
-def test_a_wrong_result_is_a_failure_whatever_is_missing(only, monkeypatch):
-    only("amax")
-    monkeypatch.setattr(ops, "amax_op", larger_amax)
-    monkeypatch.setattr(module, "why_casts_are_missing", lambda device: "this GPU is SM 8.0")
+def test_a_wrong_result_is_a_failure_even_on_unsupported_hardware(select_checks, monkeypatch):
+    select_checks("amax")
+    monkeypatch.setattr(ops, "amax_op", wrong_amax)
+    monkeypatch.setattr(running, "why_casts_are_missing", lambda device: "this GPU is SM 8.0")
     assert not selfcheck("cpu").passed
 
 
-def test_comparisons():
+def test_comparisons_accept_equal_nans_and_reject_other_differences():
     cases = Cases(CPU)
     cases.begin("one")
     nan = torch.tensor([torch.nan, torch.inf, 1.0])
@@ -238,20 +244,20 @@ def test_comparisons():
     assert len(cases.tallies[""].failures) == 8
 
 
-def test_it_leaves_random_numbers_and_defaults_alone(only):
-    only("rotate")
+def test_selfcheck_keeps_the_random_state_and_ignores_the_default_dtype(select_checks):
+    select_checks("rotate")
     torch.manual_seed(3)
-    want = torch.randn(2)
+    expected = torch.randn(2)
     torch.manual_seed(3)
     torch.set_default_dtype(torch.float64)
     try:
         assert selfcheck("cpu").passed
     finally:
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(torch.randn(2), want)
+    assert torch.equal(torch.randn(2), expected)
 
 
-def test_no_gpu_is_said(monkeypatch):
+def test_an_absent_gpu_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="torch sees no CUDA GPU"):
         selfcheck("cuda")
@@ -260,28 +266,28 @@ def test_no_gpu_is_said(monkeypatch):
     assert stop.value.code == 2
 
 
-def test_exit_status_and_json(only, monkeypatch, capsys):
-    only("amax", "scaled_bmm")
+def test_the_command_prints_json_and_exits_1_on_failure(select_checks, monkeypatch, capsys):
+    select_checks("amax", "scaled_bmm")
     assert command.main(["selfcheck", "--json", "--device", "cpu"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["passed"], found["device"]) == (True, "cpu")
-    assert [(row["name"], row["status"]) for row in found["rows"]] == [
+    report = json.loads(capsys.readouterr().out)
+    assert (report["passed"], report["device"]) == (True, "cpu")
+    assert [(row["name"], row["status"]) for row in report["rows"]] == [
         ("amax", "passed"),
         ("scaled_bmm", "emulated"),
     ]
-    monkeypatch.setattr(ops, "amax_op", larger_amax)
+    monkeypatch.setattr(ops, "amax_op", wrong_amax)
     assert command.main(["selfcheck", "--json", "--device", "cpu"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert not found["passed"]
-    assert found["rows"][0]["failures"]
+    report = json.loads(capsys.readouterr().out)
+    assert not report["passed"]
+    assert report["rows"][0]["failures"]
     assert command.main(["selfcheck", "--device", "cpu"]) == 1
     assert "FAILED" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("terminal", "no_color"), [(True, ""), (True, "1"), (False, "")])
-def test_colours_are_for_terminals(terminal, no_color, only, monkeypatch, capsys):
+def test_colours_are_for_terminals(terminal, no_color, select_checks, monkeypatch, capsys):
     pytest.importorskip("rich")
-    only("amax")
+    select_checks("amax")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -290,7 +296,7 @@ def test_colours_are_for_terminals(terminal, no_color, only, monkeypatch, capsys
     assert coloured == (terminal and not no_color)
 
 
-def test_the_environment_in_json(capsys):
+def test_the_env_command_prints_json(capsys):
     assert command.main(["env", "--json", "--device", "cpu"]) == 0
     assert json.loads(capsys.readouterr().out)["versions"]["torch"] == torch.__version__
 
@@ -298,7 +304,7 @@ def test_the_environment_in_json(capsys):
 @pytest.mark.parametrize(
     ("arguments", "status"), [([], 2), (["selfcheck", "--device", "tpu"], 2), (["--help"], 0)]
 )
-def test_arguments_of_the_command(arguments, status, capsys):
+def test_wrong_arguments_and_help_exit_with_their_status(arguments, status, capsys):
     with pytest.raises(SystemExit) as stop:
         command.main(arguments)
     assert stop.value.code == status
@@ -306,15 +312,15 @@ def test_arguments_of_the_command(arguments, status, capsys):
 
 
 @pytest.mark.slow
-def test_the_whole_command(device):
-    printed = run_python("-m", "float8lab", "selfcheck", "--json", "--device", device.type)
-    report = json.loads(printed)
+def test_the_selfcheck_command_passes_and_times_every_check(device):
+    output = run_python("-m", "float8lab", "selfcheck", "--json", "--device", device.type)
+    report = json.loads(output)
     assert report["passed"]
     assert {*report["seconds"]} == {check.name for check in CHECKS}
 
 
-def test_it_is_reached_from_the_top():
-    """That ``import float8lab`` does not load it ``test_structure.py`` asserts."""
+def test_selfcheck_is_a_name_of_the_package():
+    """``test_structure.py`` asserts that ``import float8lab`` does not load it."""
     assert "selfcheck" in float8lab.__all__
     assert "selfcheck" in dir(float8lab)
     assert float8lab.selfcheck is selfcheck
@@ -322,20 +328,20 @@ def test_it_is_reached_from_the_top():
         float8lab.selfchek  # noqa: B018
 
 
-# Several programs at once.
+# Several processes share the checks.
 
 
-def test_programs_share_the_checks_and_one_that_dies_fails_its_own_alone(only, monkeypatch):
-    only("transpose", "rotate", "amax")
-    dies = "if name == 'rotate': sys.exit('out of luck')"
-    code = module._CODE.replace("    rows, seconds", f"    {dies}\n    rows, seconds")
-    monkeypatch.setattr(module, "_CODE", code)
-    found = module._run_in_programs(CPU, 2)
-    ((row,), _) = found.pop("rotate")
+def test_a_process_that_exits_fails_only_the_check_that_it_ran(select_checks, monkeypatch):
+    select_checks("transpose", "rotate", "amax")
+    exits = "if name == 'rotate': sys.exit('out of luck')"
+    code = running._CODE.replace("    rows, seconds", f"    {exits}\n    rows, seconds")
+    monkeypatch.setattr(running, "_CODE", code)
+    results = running._run_in_programs(CPU, 2)
+    ((row,), _) = results.pop("rotate")
     assert row.status == "failed"
     assert "status 1: out of luck" in row.failures[0]
-    assert {*found} == {"transpose", "amax"}
-    expected = module.run_checks(CPU, [*found])
-    assert {name: rows for name, (rows, _) in found.items()} == {
+    assert {*results} == {"transpose", "amax"}
+    expected = running.run_checks(CPU, [*results])
+    assert {name: rows for name, (rows, _) in results.items()} == {
         name: rows for name, (rows, _) in expected.items()
     }

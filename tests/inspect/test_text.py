@@ -1,4 +1,4 @@
-"""Views that people read: health, tables, bars, HTML, figures."""
+"""Tests of the views that people read: health, tables, bars, HTML and figures."""
 
 import builtins
 import math
@@ -22,7 +22,7 @@ def example() -> tuple[torch.Tensor, Float8Tensor]:
 
 
 class TestText(expecttest.TestCase):
-    def test_statistics(self):
+    def test_statistics_text(self):
         x, t = example()
         self.assertExpectedInline(
             str(t.stats(x)),
@@ -51,7 +51,7 @@ mean error       -21.9
 0   2^-9                             2^8""",
         )
 
-    def test_comparison(self):
+    def test_comparison_text(self):
         x, t = example()
         self.assertExpectedInline(
             str(t.compare(x)).replace(", ", "\n"),
@@ -64,13 +64,13 @@ max error 152
 mean error -21.9""",
         )
 
-    def test_health(self):
-        five = torch.tensor([0x7C, 0xFF, 0x01, 0x7B], dtype=torch.uint8).view(E5M2)
-        one = torch.ones(1)
-        special = Float8Tensor(five, one, one, Float8Spec(E5M2, (-1,)), torch.float32)
-        shown = [example()[1], special, quantize(torch.ones(0)), quantize(torch.ones(3))]
+    def test_health_text(self):
+        e5m2_data = torch.tensor([0x7C, 0xFF, 0x01, 0x7B], dtype=torch.uint8).view(E5M2)
+        ones = torch.ones(1)
+        special = Float8Tensor(e5m2_data, ones, ones, Float8Spec(E5M2, (-1,)), torch.float32)
+        tensors = [example()[1], special, quantize(torch.ones(0)), quantize(torch.ones(3))]
         self.assertExpectedInline(
-            "\n".join(inspect.health(t.stats()) for t in shown),
+            "\n".join(inspect.health(t.stats()) for t in tensors),
             """\
 12.5% NaN, 25% saturated, 12.5% subnormal, 25% zero
 25% NaN, 25% inf, 25% saturated, 25% subnormal, 0% zero
@@ -78,7 +78,7 @@ empty
 100% saturated, 0% subnormal, 0% zero""",
         )
 
-    def test_summary(self):
+    def test_summary_text(self):
         self.assertExpectedInline(
             inspect.summary(example()[1]),
             """\
@@ -112,12 +112,12 @@ exponents  -7..8
  2^8 ######################################## 2""",
         )
 
-    def test_histograms(self):
+    def test_histogram_repr(self):
         t = quantize(torch.tensor([1.0, 1.0, -2.0, 0.0, 300.0]), scale=1.0)
-        five = quantize(torch.tensor([1.0, -2.0]), fp8_dtype=E5M2)
-        shown = [t.histogram("exponent"), t.histogram(), five.stats(per_block=True)]
+        e5m2 = quantize(torch.tensor([1.0, -2.0]), fp8_dtype=E5M2)
+        views = [t.histogram("exponent"), t.histogram(), e5m2.stats(per_block=True)]
         self.assertExpectedInline(
-            "\n".join(map(repr, shown)),
+            "\n".join(map(repr, views)),
             """\
                       ##
                       ##
@@ -132,7 +132,7 @@ exponents  -7..8
 <BlockStats of (1,) blocks, e5m2 tensor fp32>""",
         )
 
-    def test_bars_of_codes(self):
+    def test_bars_of_values(self):
         t = quantize(torch.tensor([1.0, 1.0, -2.0, 0.0]), scale=1.0)
         self.assertExpectedInline(
             inspect.bars(t.histogram(), width=4),
@@ -142,13 +142,13 @@ exponents  -7..8
 -2 ## 1""",
         )
 
-    def test_rich(self):
+    def test_rich_prints_the_summary(self):
         console = pytest.importorskip("rich.console")
-        target = console.Console(width=60, color_system=None)
-        with target.capture() as captured:
-            target.print(example()[1])
-            target.print(quantize(torch.empty(2, 3, device="meta")))
-        # ASCII: the source files are.
+        terminal = console.Console(width=60, color_system=None)
+        with terminal.capture() as captured:
+            terminal.print(example()[1])
+            terminal.print(quantize(torch.empty(2, 3, device="meta")))
+        # Only ASCII, as in the source files.
         text = captured.get().encode("ascii", "replace").decode()
         table, _, bars = inspect.summary(example()[1]).partition("\n\n")
         text = "\n".join(map(str.rstrip, text.splitlines())).replace(bars, "(bars)")
@@ -167,7 +167,7 @@ device='meta')""",
 
 
 @pytest.mark.parametrize("has_matplotlib", [True, False])
-def test_html_is_well_formed_and_complete_in_itself(has_matplotlib, monkeypatch):
+def test_html_is_well_formed_and_self_contained(has_matplotlib, monkeypatch):
     t = quantize(torch.randn(70, 300).cumsum(1), block=(1, 128))
     if has_matplotlib:
         pytest.importorskip("matplotlib")
@@ -193,11 +193,11 @@ def test_html_escapes_its_text():
 @pytest.mark.parametrize(
     "x", [torch.zeros(3, 3), torch.tensor(2.0), torch.ones(0, 3), torch.full((2, 2), math.nan)]
 )
-def test_html_of_anything(x):
+def test_html_of_zero_scalar_empty_and_nan_tensors_is_well_formed(x):
     ET.fromstring(quantize(x)._repr_html_())
 
 
-def test_heat_map_shows_the_largest_of_each_part():
+def test_heat_map_cells_hold_the_largest_value():
     x = torch.ones(64, 256)
     x[10, 128:], x[11, 128:] = 8.0, 2.0
     title, cells = heat_cells(quantize(x, block=(1, 128)))
@@ -208,7 +208,7 @@ def test_heat_map_shows_the_largest_of_each_part():
     x[3, 5], x[9] = math.nan, 0.0
     title, cells = heat_cells(
         quantize(x, scale=1.0), most=32
-    )  # one scale: the data, and no green square
+    )  # one scale: the data is shown instead, and no green square
     assert (title, cells.shape) == ("log2 of the FP8 data, (64, 256)", (32, 32))
     assert (cells[5, 0], cells[5, 31], cells[1, 0]) == (0.0, 3.0, 0.0)
     assert heat_cells(quantize(torch.zeros(3, 3)))[1].isnan().all()
@@ -223,18 +223,18 @@ def test_plot_draws_the_histogram_and_the_scales():
     drawn = right.images[0].get_array()
     assert torch.equal(torch.as_tensor(drawn.filled()), t.blocks().log2())
     assert quantize(torch.ones(0, 256), block=(1, 128)).plot().axes
-    assert t.plot()._repr_png_().startswith(b"\x89PNG")  # what a notebook shows
+    assert t.plot()._repr_png_().startswith(b"\x89PNG")  # a notebook shows this
 
 
-def test_all_but_plots_need_nothing_optional(monkeypatch):
-    real = builtins.__import__
+def test_only_plots_need_optional_packages(monkeypatch):
+    import_module = builtins.__import__
 
-    def no(name, *args, **kwargs):
+    def import_without_extras(name, *args, **kwargs):
         if name.split(".")[0] in ("rich", "matplotlib"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return real(name, *args, **kwargs)
+        return import_module(name, *args, **kwargs)
 
-    monkeypatch.setattr(builtins, "__import__", no)
+    monkeypatch.setattr(builtins, "__import__", import_without_extras)
     t = quantize(torch.ones(2, 2))
     assert t._repr_html_()
     assert inspect.summary(t)
@@ -244,6 +244,6 @@ def test_all_but_plots_need_nothing_optional(monkeypatch):
         inspect.plot(t)
 
 
-def test_repr_leaves_fallback_warnings_alone():
+def test_repr_uses_no_fallback():
     with float8lab.fallback("error"):
         assert "health: " in repr(quantize(torch.randn(3000, 3)))

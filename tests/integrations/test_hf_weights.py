@@ -1,4 +1,4 @@
-"""Llama and GPT-2 weights: against blocks written by hand in plain torch, and transformers."""
+"""Conversion of Llama and GPT-2 weights, compared with plain torch layers and transformers."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ GPT2 = SimpleNamespace(
 )  # fmt: skip
 
 
-def changed(config, **fields):
+def with_fields(config, **fields):
     return SimpleNamespace(**{**vars(config), **fields})
 
 
@@ -49,12 +49,12 @@ class LlamaAttention(nn.Module):
         angle = torch.outer(torch.arange(x.shape[1]).double(), 10000.0 ** -n.double())
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
 
-        def turn(t):
+        def rotate(t):
             a, b = t.chunk(2, -1)
             return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
-        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (turn(k), v))
-        scores = turn(q) @ k.transpose(2, 3) * self.head**-0.5
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (rotate(k), v))
+        scores = rotate(q) @ k.transpose(2, 3) * self.head**-0.5
         future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
         y = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
         return self.o_proj(y.transpose(1, 2).flatten(2))
@@ -108,9 +108,9 @@ class Gpt2Layer(nn.Module):
 
 
 def plain_model(style, config):
-    """The layers under the names that transformers gives them, all parameters random."""
-    make, count = (LlamaLayer, 2) if style == "llama" else (Gpt2Layer, 2)
-    layers = nn.ModuleList(make(config) for _ in range(count))
+    """The layers with the parameter names of transformers, and their state; values are random."""
+    layer_class, count = (LlamaLayer, 2) if style == "llama" else (Gpt2Layer, 2)
+    layers = nn.ModuleList(layer_class(config) for _ in range(count))
     with torch.no_grad():
         for p in layers.parameters():
             p.copy_(torch.randn_like(p) * 0.2)
@@ -119,7 +119,7 @@ def plain_model(style, config):
     return layers, {**state, "lm_head.weight": torch.randn(5, 32)}
 
 
-def run(layers, x, rope):
+def run_layers(layers, x, rope):
     for layer in layers:
         x = layer(x, rotary_pos_emb=rope)
     return x
@@ -127,26 +127,26 @@ def run(layers, x, rope):
 
 CASES = {
     "llama": ("llama", LLAMA),
-    "llama with biases": ("llama", changed(LLAMA, attention_bias=True, mlp_bias=True)),
-    "llama of wide heads": ("llama", changed(LLAMA, head_dim=12, num_key_value_heads=1)),
+    "llama with biases": ("llama", with_fields(LLAMA, attention_bias=True, mlp_bias=True)),
+    "llama of wide heads": ("llama", with_fields(LLAMA, head_dim=12, num_key_value_heads=1)),
     "gpt2": ("gpt2", GPT2),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients_are_those_of_plain_blocks(case):
+def test_outputs_and_gradients_equal_those_of_plain_layers(case):
     style, config = CASES[case]
     plain, state = plain_model(style, config)
     plain = plain.double()
     layers = transformer_layers(config, style, device="cpu", params_dtype=torch.float64)
-    ours = to_transformer_layers({k: v.double() for k, v in state.items()}, style)
-    head = ours.pop("lm_head.weight")
+    library_state = to_transformer_layers({k: v.double() for k, v in state.items()}, style)
+    head = library_state.pop("lm_head.weight")
     assert torch.equal(head, state["lm_head.weight"].double())
-    layers.load_state_dict(ours, strict=True)
+    layers.load_state_dict(library_state, strict=True)
     x = torch.randn(2, 7, 32, dtype=torch.float64)
     dy = torch.randn_like(x)
     rope = RotaryPositionEmbedding(config.head_dim)(7) if style == "llama" else None
-    y = run(layers, x, rope)
+    y = run_layers(layers, x, rope)
     expected = x
     for layer in plain:
         expected = layer(expected)
@@ -154,26 +154,26 @@ def test_outputs_and_gradients_are_those_of_plain_blocks(case):
     y.backward(dy)
     expected.backward(dy)
     grads = {f"{n}": p.grad for n, p in layers.named_parameters()}
-    theirs = from_transformer_layers(grads, style, prefix="")
+    plain_grads = from_transformer_layers(grads, style, prefix="")
     for name, p in plain.named_parameters():
-        assert torch.allclose(theirs[name], p.grad, atol=1e-4, rtol=1e-4), name
+        assert torch.allclose(plain_grads[name], p.grad, atol=1e-4, rtol=1e-4), name
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_there_and_back(case):
+def test_conversion_round_trip_is_exact(case):
     style, config = CASES[case]
     _, state = plain_model(style, config)
-    ours = to_transformer_layers(state, style)
-    back = from_transformer_layers(ours, style)
-    assert back.keys() == state.keys()
-    assert all(torch.equal(back[key], state[key]) for key in state)
+    library_state = to_transformer_layers(state, style)
+    restored = from_transformer_layers(library_state, style)
+    assert restored.keys() == state.keys()
+    assert all(torch.equal(restored[key], state[key]) for key in state)
     prefixed = {key.replace("model.layers.", "blocks."): value for key, value in state.items()}
     prefixed = {key.replace("transformer.h.", "blocks."): v for key, v in prefixed.items()}
-    again = to_transformer_layers(prefixed, style, prefix="blocks.")
-    assert all(torch.equal(again[key], ours[key]) for key in ours)
+    from_prefixed = to_transformer_layers(prefixed, style, prefix="blocks.")
+    assert all(torch.equal(from_prefixed[key], library_state[key]) for key in library_state)
 
 
-def test_what_cannot_be_mapped_is_refused():
+def test_unknown_keys_and_configurations_are_refused():
     _, state = plain_model("llama", LLAMA)
     with pytest.raises(ValueError, match="style must be one of 'llama', 'gpt2' or 'megatron'; got"):
         to_transformer_layers(state, "bert")
@@ -185,35 +185,40 @@ def test_what_cannot_be_mapped_is_refused():
     with pytest.raises(ValueError, match="state must hold only parameters that a gpt2 layer has"):
         from_transformer_layers({"0.self_attention.q_norm": torch.ones(1)}, "gpt2")
     for config, style in (
-        (changed(LLAMA, hidden_act="gelu"), "llama"),
-        (changed(LLAMA, mlp_bias=True), "llama"),
-        (changed(GPT2, activation_function="tanh"), "gpt2"),
-        (changed(GPT2, scale_attn_by_inverse_layer_idx=True), "gpt2"),
+        (with_fields(LLAMA, hidden_act="gelu"), "llama"),
+        (with_fields(LLAMA, mlp_bias=True), "llama"),
+        (with_fields(GPT2, activation_function="tanh"), "gpt2"),
+        (with_fields(GPT2, scale_attn_by_inverse_layer_idx=True), "gpt2"),
     ):
         with pytest.raises(NotImplementedError, match="config"):
             transformer_layers(config, style)
 
 
-def test_qk_norms_and_sinks_of_megatron():
+def test_qk_norms_and_sinks_are_mapped_to_megatron_and_back():
     layer = TransformerLayer(
         32, 48, 4, qk_norm_type="RMSNorm", softmax_type="learnable", fuse_qkv_params=True,
         device="cpu",
     )  # fmt: skip
-    ours = {f"0.{name}": value for name, value in layer.state_dict().items()}
-    theirs = from_transformer_layers(ours, "megatron")
-    added = {"q_layernorm.weight", "k_layernorm.weight", "core_attention.softmax_offset"}
-    assert theirs.keys() > {f"decoder.layers.0.self_attention.{name}" for name in added}
-    assert to_transformer_layers(theirs, "megatron").keys() == ours.keys()
+    library_state = {f"0.{name}": value for name, value in layer.state_dict().items()}
+    megatron_state = from_transformer_layers(library_state, "megatron")
+    qk_parameters = {"q_layernorm.weight", "k_layernorm.weight", "core_attention.softmax_offset"}
+    assert megatron_state.keys() > {
+        f"decoder.layers.0.self_attention.{name}" for name in qk_parameters
+    }
+    assert to_transformer_layers(megatron_state, "megatron").keys() == library_state.keys()
 
 
-def test_buffers_of_older_checkpoints_are_left_out():
+def test_attention_bias_buffers_of_older_checkpoints_are_dropped():
     _, state = plain_model("gpt2", GPT2)
-    old = {**state, "transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4)}
-    assert to_transformer_layers(old, "gpt2").keys() == to_transformer_layers(state, "gpt2").keys()
+    with_buffer = {**state, "transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4)}
+    assert (
+        to_transformer_layers(with_buffer, "gpt2").keys()
+        == to_transformer_layers(state, "gpt2").keys()
+    )
 
 
-def test_configuration_and_overrides():
-    config = changed(GPT2, scale_attn_weights=False, resid_pdrop=0.2)
+def test_layers_follow_the_configuration_and_overrides():
+    config = with_fields(GPT2, scale_attn_weights=False, resid_pdrop=0.2)
     layers = transformer_layers(config, "gpt2", device="cpu", attn_input_format="sbhd")
     assert [layer.layer_number for layer in layers] == [1, 2]
     assert layers[0].self_attention.core_attention.softmax_scale == 1.0
@@ -221,7 +226,7 @@ def test_configuration_and_overrides():
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
-def test_models_of_transformers(style):
+def test_outputs_equal_those_of_transformers_models(style):
     transformers = pytest.importorskip("transformers")
     if style == "llama":
         config = transformers.LlamaConfig(
@@ -238,18 +243,20 @@ def test_models_of_transformers(style):
             p.add_(torch.randn_like(p) * 0.1)
     layers = transformer_layers(config, style, device="cpu", params_dtype=torch.float64).eval()
     state = to_transformer_layers(model.state_dict(), style)
-    others = {key for key in state if not key[0].isdigit()}
-    layers.load_state_dict({k: v for k, v in state.items() if k not in others}, strict=True)
+    outer_names = {key for key in state if not key[0].isdigit()}
+    layers.load_state_dict({k: v for k, v in state.items() if k not in outer_names}, strict=True)
     tokens = torch.randint(50, (2, 9))
     if style == "llama":
         rope = RotaryPositionEmbedding(8, rotary_base=500.0)(9)
-        hidden = run(layers, model.model.embed_tokens(tokens), rope)
+        hidden = run_layers(layers, model.model.embed_tokens(tokens), rope)
         hidden = model.model.norm(hidden)
     else:
         positions = model.transformer.wpe(torch.arange(9))
-        hidden = run(layers, model.transformer.wte(tokens) + positions, None)
+        hidden = run_layers(layers, model.transformer.wte(tokens) + positions, None)
         hidden = model.transformer.ln_f(hidden)
     expected = model(tokens).logits
     assert torch.allclose(model.lm_head(hidden), expected, atol=1e-5)
-    back = from_transformer_layers({**{k: state[k] for k in others}, **layers.state_dict()}, style)
-    assert all(torch.equal(back[k], v) for k, v in model.state_dict().items())
+    restored = from_transformer_layers(
+        {**{k: state[k] for k in outer_names}, **layers.state_dict()}, style
+    )
+    assert all(torch.equal(restored[k], v) for k, v in model.state_dict().items())

@@ -1,4 +1,4 @@
-"""Float8Precision in a real Trainer and a real Fabric loop: numbers, checkpoints, strategies."""
+"""``Float8Precision`` in a real Trainer and Fabric loop: results, checkpoints and strategies."""
 
 import copy
 import importlib
@@ -22,7 +22,7 @@ from float8lab import recipes
 from tests.distributed.ranks import Collectives, Ranks, each_check
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what Lightning and its dependencies are deprecated for
+    warnings.simplefilter("ignore")  # deprecation warnings of Lightning and its dependencies
     lightning = pytest.importorskip("lightning")
     from lightning.fabric.plugins.environments import LightningEnvironment
     from lightning.fabric.strategies import DDPStrategy as FabricDDP
@@ -31,7 +31,7 @@ with warnings.catch_warnings():
 
     from float8lab.integrations.lightning import Float8Precision
 
-# Lightning's advice (loaders, loggers, how to resume), and what it calls that torch deprecates.
+# Lightning's advice (loaders, loggers, how to resume), and its calls that torch deprecates.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
     pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
@@ -41,7 +41,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:pytorch_lightning"),
 ]
 
-# Scales that follow the whole history bit by bit: what a checkpoint forgets, shows.
+# Scales that depend on the whole amax history, so that an incomplete checkpoint shows.
 DELAYED = recipes.DelayedScaling(
     amax_history_len=8, amax_compute_algo="max", power_of_2_scale=False
 )
@@ -54,7 +54,7 @@ RECIPES: dict[str, Any] = {
 
 
 def network() -> nn.Module:
-    """Sizes that no 16 divides; one norm that is replaced and one that is not."""
+    """A network of sizes that 16 does not divide; one norm is replaced, the other is not."""
     return nn.Sequential(
         nn.Linear(13, 37), nn.LayerNorm(37), nn.GELU(), nn.LayerNorm(37, bias=False),
         nn.Linear(37, 3),
@@ -62,13 +62,13 @@ def network() -> nn.Module:
 
 
 def batches(count: int = 4, rows: int = 7) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each smaller than the one before, for amaxes to depend on what was seen earlier."""
+    """Batches of decreasing size of values, so that amaxes depend on earlier batches."""
     generator = torch.Generator().manual_seed(1)
-    made = []
+    data = []
     for step in range(count):
         x = torch.randn(rows, 13, generator=generator) / (1 + step)
-        made.append((x, torch.randint(3, (rows,), generator=generator)))
-    return made
+        data.append((x, torch.randint(3, (rows,), generator=generator)))
+    return data
 
 
 def loader(count: int = 4, rows: int = 7) -> Any:
@@ -80,8 +80,8 @@ def cross_entropy(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.float(), y)
 
 
-class Steps:
-    """What a module does, whichever package its class is of."""
+class TrainingSteps:
+    """The methods of a training module, for the module classes of both packages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,12 +105,12 @@ class Steps:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-class Module(Steps, lightning.LightningModule):
+class Module(TrainingSteps, lightning.LightningModule):
     pass
 
 
-class Sharded(Module):
-    """FSDP2 in a Trainer: converted, then sharded, where Lightning has the model sharded."""
+class Fsdp2Module(Module):
+    """FSDP2 in a Trainer: the model is converted and then sharded in ``configure_model``."""
 
     def configure_model(self) -> None:
         if not hasattr(self.net[0].weight, "placements"):
@@ -132,84 +132,99 @@ def trainer(
     )  # fmt: skip
 
 
-def fit(module: Any, epochs: int, precision: Any, device: Any, **how: Any) -> Any:
-    """Train a module, with validation before and between epochs; returns the trainer."""
-    package = how.pop("package", lightning)
+def fit(module: Any, epochs: int, precision: Any, device: Any, **fit_options: Any) -> Any:
+    """Train a module, with validation before and between epochs; return the trainer."""
+    package = fit_options.pop("package", lightning)
     runner = trainer(device, epochs, precision, package)
-    runner.fit(module, loader(), loader(1), **how)
+    runner.fit(module, loader(), loader(1), **fit_options)
     return runner
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two modules have the same bytes."""
+def same_state(a: Any, b: Any) -> bool:
+    """Whether two modules have equal bytes."""
     pairs = zip(a.state_dict().items(), b.state_dict().items(), strict=True)
-    plain = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t  # noqa: E731
-    return all(n == m and torch.equal(plain(p), plain(q)) for (n, p), (m, q) in pairs)
+    unsharded = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t  # noqa: E731
+    return all(n == m and torch.equal(unsharded(p), unsharded(q)) for (n, p), (m, q) in pairs)
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_trainer_resumes_bit_for_bit(recipe: Any, device: Any, tmp_path: Path) -> None:
-    """Epochs 1 and 2, and epoch 2 from a checkpoint; with validation before and between."""
-    whole = Module()
+    """Train epochs 1 and 2, and epoch 2 from a checkpoint; with validation before and between."""
+    uninterrupted = Module()
     with float8lab.count_gemms() as counts:
-        fit(whole, 2, plugin(recipe), device)
+        fit(uninterrupted, 2, plugin(recipe), device)
     assert counts.fp8 > 0
-    assert whole.losses[-4] < whole.losses[0]
+    assert uninterrupted.losses[-4] < uninterrupted.losses[0]
 
-    half = tmp_path / "half.ckpt"
-    fit(Module(), 1, plugin(recipe), device).save_checkpoint(half)
-    state = torch.load(half, weights_only=True)
+    half_way = tmp_path / "half.ckpt"
+    fit(Module(), 1, plugin(recipe), device).save_checkpoint(half_way)
+    state = torch.load(half_way, weights_only=True)
     assert ("Float8Precision" in state) == (recipe is not RECIPES["block"])
 
-    rest = Module()
-    nn.init.zeros_(rest.net[0].weight)
-    fit(rest, 2, plugin(recipe), device, ckpt_path=half)
-    assert rest.losses == whole.losses[4:]
-    assert same(rest, whole)
+    resumed = Module()
+    nn.init.zeros_(resumed.net[0].weight)
+    fit(resumed, 2, plugin(recipe), device, ckpt_path=half_way)
+    assert resumed.losses == uninterrupted.losses[4:]
+    assert same_state(resumed, uninterrupted)
 
-    if recipe is DELAYED:  # the checkpoint's state is what does it
+    if recipe is DELAYED:  # without the plugin's state the result differs
         del state["Float8Precision"]
         torch.save(state, tmp_path / "without.ckpt")
-        forgetful = Module()
-        fit(forgetful, 2, plugin(recipe), device, ckpt_path=tmp_path / "without.ckpt")
-        assert not same(forgetful, whole)
+        without_state = Module()
+        fit(without_state, 2, plugin(recipe), device, ckpt_path=tmp_path / "without.ckpt")
+        assert not same_state(without_state, uninterrupted)
 
 
-def test_pytorch_lightning_does_as_lightning(
+def test_pytorch_lightning_gives_the_results_of_lightning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its Trainer and its Fabric, and a checkpoint that the other package has written."""
+    """Covers its Trainer and its Fabric, and a checkpoint that the other package wrote."""
     log = "lightning_utilities.core.rank_zero.log"
     monkeypatch.setattr(log, logging.getLogger("lightning.fabric.utilities.rank_zero"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        other = pytest.importorskip("pytorch_lightning")
-        fabric_of_other = pytest.importorskip("lightning_fabric")
-        plugin_of_other = importlib.import_module(
+        pytorch_lightning = pytest.importorskip("pytorch_lightning")
+        lightning_fabric = pytest.importorskip("lightning_fabric")
+        OtherPrecision = importlib.import_module(
             "float8lab.integrations.pytorch_lightning"
         ).Float8Precision
 
-    class Other(Steps, other.LightningModule):  # type: ignore[misc, name-defined]
+    class OtherModule(TrainingSteps, pytorch_lightning.LightningModule):  # type: ignore[misc, name-defined]
         pass
 
-    how: Any = {"weights_dtype": torch.float32, "recipe": DELAYED}
-    whole, rest, cpu, half = Module(), Other(), torch.device("cpu"), tmp_path / "half.ckpt"
-    fit(whole, 2, plugin(DELAYED), cpu)
-    fit(Module(), 1, plugin(DELAYED), cpu).save_checkpoint(half)
-    fit(rest, 2, plugin_of_other(**how), cpu, package=other, ckpt_path=half)
-    assert rest.losses == whole.losses[4:]
-    assert same(rest, whole)
+    plugin_options: Any = {"weights_dtype": torch.float32, "recipe": DELAYED}
+    uninterrupted, resumed, cpu, half_way = (
+        Module(),
+        OtherModule(),
+        torch.device("cpu"),
+        tmp_path / "half.ckpt",
+    )
+    fit(uninterrupted, 2, plugin(DELAYED), cpu)
+    fit(Module(), 1, plugin(DELAYED), cpu).save_checkpoint(half_way)
+    fit(
+        resumed,
+        2,
+        OtherPrecision(**plugin_options),
+        cpu,
+        package=pytorch_lightning,
+        ckpt_path=half_way,
+    )
+    assert resumed.losses == uninterrupted.losses[4:]
+    assert same_state(resumed, uninterrupted)
 
-    fabric = fabric_of_other.Fabric(accelerator="cpu", devices=1, plugins=[plugin_of_other(**how)])
-    model, optimizer = set_up(fabric)
-    steps(fabric, model, optimizer, 2 * batches())
-    assert same(model, manual_loop(DELAYED, cpu))
+    fabric = lightning_fabric.Fabric(
+        accelerator="cpu", devices=1, plugins=[OtherPrecision(**plugin_options)]
+    )
+    model, optimizer = set_up_network(fabric)
+    train_steps(fabric, model, optimizer, 2 * batches())
+    assert same_state(model, manual_loop(DELAYED, cpu))
 
 
-def test_validating_and_predicting_changes_no_scale(device: Any) -> None:
+def test_validation_and_prediction_change_no_scale(device: Any) -> None:
     model, precision = Module(), plugin(DELAYED, replace_layers=True)
     runner = trainer(device, 1, precision)
-    runner.validate(model, loader(2), verbose=False)  # in inference mode; the state is made there
+    # In inference mode, where the state is created.
+    runner.validate(model, loader(2), verbose=False)
     runner.fit(model, loader())
     before = precision.state_dict()["0"]
     assert any(key.endswith("/scale") for key in before)
@@ -249,14 +264,14 @@ def fabric_for(device: torch.device, *plugins: Any, **kwargs: Any) -> Any:
     return lightning.Fabric(accelerator=device.type, plugins=list(plugins), **kwargs)
 
 
-def set_up(fabric: Any) -> tuple[Any, Any]:
-    """The network and its optimizer, as Fabric has them."""
+def set_up_network(fabric: Any) -> tuple[Any, Any]:
+    """The network and its optimizer after ``fabric.setup``."""
     torch.manual_seed(0)
     model = network()
     return fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))  # type: ignore[no-any-return]
 
 
-def steps(fabric: Any, model: Any, optimizer: Any, data: Any) -> None:
+def train_steps(fabric: Any, model: Any, optimizer: Any, data: Any) -> None:
     for x, y in data:
         loss = cross_entropy(model(x.to(fabric.device)), y.to(fabric.device))
         optimizer.zero_grad()
@@ -265,69 +280,69 @@ def steps(fabric: Any, model: Any, optimizer: Any, data: Any) -> None:
 
 
 @pytest.mark.parametrize("recipe", [DELAYED, recipes.Float8RowwiseScaling()], ids=repr)
-def test_fabric_is_the_loop_by_hand_and_resumes(recipe: Any, device: Any, tmp_path: Path) -> None:
-    def started() -> Any:
+def test_fabric_equals_a_manual_loop_and_resumes(recipe: Any, device: Any, tmp_path: Path) -> None:
+    def set_up_with_state() -> Any:
         precision = plugin(recipe)
         fabric = fabric_for(device, precision)
-        model, optimizer = set_up(fabric)
+        model, optimizer = set_up_network(fabric)
         return fabric, model, optimizer, {"model": model, "optimizer": optimizer, "fp8": precision}
 
-    fabric, model, optimizer, state = started()
-    steps(fabric, model, optimizer, batches())
+    fabric, model, optimizer, state = set_up_with_state()
+    train_steps(fabric, model, optimizer, batches())
     fabric.save(tmp_path / "half.ckpt", state)
-    steps(fabric, model, optimizer, batches())
-    assert same(model, manual_loop(recipe, device))
+    train_steps(fabric, model, optimizer, batches())
+    assert same_state(model, manual_loop(recipe, device))
 
-    fabric, again, optimizer, state = started()
-    nn.init.zeros_(again.module[0].weight)
+    fabric, reloaded, optimizer, state = set_up_with_state()
+    nn.init.zeros_(reloaded.module[0].weight)
     fabric.load(tmp_path / "half.ckpt", state)
-    steps(fabric, again, optimizer, batches())
-    assert same(again, model)
+    train_steps(fabric, reloaded, optimizer, batches())
+    assert same_state(reloaded, model)
 
 
-def test_a_plugin_serves_a_trainer_and_then_fabric(device: Any) -> None:
+def test_a_plugin_can_be_used_by_a_trainer_and_then_by_fabric(device: Any) -> None:
     precision = plugin()
     trainer(device, 1, precision).fit(Module(), loader())
     fabric = fabric_for(device, precision)
     net = network()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     before = copy.deepcopy(net)
-    steps(fabric, model, optimizer, batches())
-    assert not same(net, before)
+    train_steps(fabric, model, optimizer, batches())
+    assert not same_state(net, before)
 
 
-def test_states_of_two_models_on_one_fabric() -> None:
-    def trained(precision: Float8Precision) -> list[Any]:
+def test_state_of_two_models_on_one_fabric_is_saved_and_loaded() -> None:
+    def set_up_models(precision: Float8Precision) -> list[Any]:
         fabric = fabric_for(torch.device("cpu"), precision)
         models = [fabric.setup(nn.Linear(8, 8)), fabric.setup(nn.Linear(8, 8))]
-        fabric.setup(nn.Linear(8, 8))  # gone at once: it is in no checkpoint
+        fabric.setup(nn.Linear(8, 8))  # freed at once, so it is in no checkpoint
         return models
 
     precision = plugin(DELAYED)
-    one, two = trained(precision)
+    first_model, second_model = set_up_models(precision)
     for _ in range(2):
-        one(torch.ones(2, 8)).sum().backward()
-        two(3 * torch.ones(2, 8)).sum().backward()
+        first_model(torch.ones(2, 8)).sum().backward()
+        second_model(3 * torch.ones(2, 8)).sum().backward()
     state = precision.state_dict()
     assert list(state) == ["0", "1"]
     (key,) = (key for key in state["0"] if key.endswith("/history"))
     assert state["0"][key].max() == 1.0
     assert state["1"][key].max() == 3.0
 
-    other = plugin(DELAYED)
-    kept = trained(other)
-    other.load_state_dict(state)
-    loaded = other.state_dict()
-    assert len(kept) == len(loaded)
+    loaded_plugin = plugin(DELAYED)
+    living_models = set_up_models(loaded_plugin)
+    loaded_plugin.load_state_dict(state)
+    loaded = loaded_plugin.state_dict()
+    assert len(living_models) == len(loaded)
     for index in state:
         assert all(torch.equal(loaded[index][k], state[index][k]) for k in state[index])
 
 
-def test_reports_what_was_replaced(caplog: pytest.LogCaptureFixture) -> None:
+def test_replaced_layers_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     precision, net = plugin(), network()
     with caplog.at_level(logging.INFO, "lightning.fabric.utilities.rank_zero"):
         precision.convert_module(net)
-        precision.convert_module(net)  # the Trainer does so at each fit, validate, test, predict
+        precision.convert_module(net)  # the Trainer does so at each fit, validate, test and predict
     norms = ["1 of 2 norm layers replaced", "norm layer '3' left alone: it has no bias"]
     report = float8lab.conversion_report(net)
     assert [record.getMessage() for record in caplog.records] == [
@@ -340,7 +355,7 @@ def test_reports_what_was_replaced(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("replace_layers", [None, True])
-def test_a_model_with_fp8_layers_is_left_alone(
+def test_a_model_with_fp8_layers_is_not_converted(
     replace_layers: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = float8lab.convert_to_float8(network(), exclude=["4"])
@@ -349,9 +364,9 @@ def test_a_model_with_fp8_layers_is_left_alone(
         precision.convert_module(net)
     assert type(net[4]) is nn.Linear
     assert type(net[1]) is nn.LayerNorm
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == (replace_layers is True)
-    assert all("has FP8 layers already" in line for line in told)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (replace_layers is True)
+    assert all("has FP8 layers already" in line for line in messages)
 
 
 def test_replace_layers_false_replaces_nothing_and_runs_fp8_layers() -> None:
@@ -361,13 +376,13 @@ def test_replace_layers_false_replaces_nothing_and_runs_fp8_layers() -> None:
     model = fabric.setup(net)
     assert [type(m) for m in net] == [nn.Linear, float8lab.Linear, nn.LayerNorm]
     with float8lab.count_gemms() as counts:
-        got = model(torch.ones(2, 16))
+        output = model(torch.ones(2, 16))
     assert counts.fp8 == 1
     with float8lab.autocast(recipe=recipes.Float8BlockScaling()):
-        assert torch.equal(got, net(torch.ones(2, 16)))
+        assert torch.equal(output, net(torch.ones(2, 16)))
 
 
-def test_replace_layers_set_later_holds_from_the_next_setup_on() -> None:
+def test_replace_layers_set_later_applies_from_the_next_setup() -> None:
     precision, net = plugin(replace_layers=False), network()
     precision.convert_module(net)
     assert type(net[0]) is nn.Linear
@@ -377,16 +392,17 @@ def test_replace_layers_set_later_holds_from_the_next_setup_on() -> None:
     assert isinstance(net[1], float8lab.LayerNorm)
 
 
-def test_recipe_none_leaves_converted_layers_their_own() -> None:
+def test_recipe_none_keeps_the_recipes_of_converted_layers() -> None:
     net = float8lab.convert_to_float8(nn.Linear(200, 16), recipes.Float8BlockScaling())
     x = torch.randn(3, 200)
     expected = net(x)
     assert torch.equal(fabric_for(torch.device("cpu"), plugin()).setup(net)(x), expected)
-    given = plugin(recipes.Float8CurrentScaling())  # an enclosing autocast's recipe wins
-    assert not torch.equal(fabric_for(torch.device("cpu"), given).setup(net)(x), expected)
+    # The recipe of an enclosing autocast takes precedence.
+    current_plugin = plugin(recipes.Float8CurrentScaling())
+    assert not torch.equal(fabric_for(torch.device("cpu"), current_plugin).setup(net)(x), expected)
 
 
-def test_auto_chooses_for_each_layer() -> None:
+def test_auto_chooses_the_precision_of_each_layer() -> None:
     net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8192, device="meta"))
     precision = plugin("auto")
     with pytest.warns(UserWarning, match="converted none of the 2 .* bfloat16 is faster"):
@@ -395,15 +411,15 @@ def test_auto_chooses_for_each_layer() -> None:
     assert precision.state_dict() == {}
 
 
-def test_fallback_is_an_autocast_for_what_is_not_fp8(device: Any) -> None:
+def test_fallback_compute_dtype_autocasts_other_ops(device: Any) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.conv, self.linear = nn.Conv1d(1, 1, 3), nn.Linear(6, 5)
 
         def forward(self, x: torch.Tensor) -> Any:
-            self.seen = [(y := self.conv(x)).dtype, (z := self.linear(x[..., :6])).dtype]
-            self.seen += [(y @ y.mT).dtype, torch.zeros(1).dtype]
+            self.dtypes = [(y := self.conv(x)).dtype, (z := self.linear(x[..., :6])).dtype]
+            self.dtypes += [(y @ y.mT).dtype, torch.zeros(1).dtype]
             return {"y": y, "z": [z], "n": torch.ones(1, dtype=torch.int64)}
 
     def run(dtype: torch.dtype, fallback: Any) -> Any:
@@ -414,7 +430,7 @@ def test_fallback_is_an_autocast_for_what_is_not_fp8(device: Any) -> None:
         assert {out["y"].dtype, out["z"][0].dtype} == {torch.float32}
         assert out["n"].dtype == torch.int64
         assert {p.dtype for p in model.parameters()} == {dtype}
-        return model.module.seen
+        return model.module.dtypes
 
     bf16, fp32 = torch.bfloat16, torch.float32
     assert run(fp32, bf16) == [bf16, bf16, bf16, fp32]
@@ -423,7 +439,7 @@ def test_fallback_is_an_autocast_for_what_is_not_fp8(device: Any) -> None:
     assert run(bf16, torch.float16)[:3] == [torch.float16] * 3
 
 
-def test_init_contexts_set_the_dtype_and_put_it_back() -> None:
+def test_init_contexts_set_and_restore_the_default_dtype() -> None:
     precision = plugin(dtype=torch.bfloat16)
     fabric = fabric_for(torch.device("cpu"), precision)
     with fabric.init_module(empty_init=True):
@@ -433,15 +449,15 @@ def test_init_contexts_set_the_dtype_and_put_it_back() -> None:
     with fabric.init_tensor():
         assert torch.zeros(1).dtype == torch.bfloat16
     with precision.module_init_context(), torch.device("meta"):
-        assert (made := nn.Linear(3, 3)).weight.is_meta
-    assert made.weight.dtype == torch.bfloat16
+        assert (meta_layer := nn.Linear(3, 3)).weight.is_meta
+    assert meta_layer.weight.dtype == torch.bfloat16
     with pytest.raises(RuntimeError), precision.forward_context():
         torch.zeros(2) @ torch.zeros(3)
     assert torch.get_default_dtype() == torch.float32
 
 
-class Stored(Module):
-    """Weights of one byte, trained with float32 masters."""
+class Fp8Weights(Module):
+    """Weights stored in FP8, trained with float32 masters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -454,41 +470,41 @@ class Stored(Module):
         return float8lab.optim.MasterWeights(self.parameters(), torch.optim.AdamW, lr=1e-2)
 
 
-def test_weights_stored_in_fp8_stay_so_and_resume(device: Any, tmp_path: Path) -> None:
-    def fitted(epochs: int, **how: Any) -> Any:
+def test_fp8_weights_stay_fp8_and_resume(device: Any, tmp_path: Path) -> None:
+    def fit_fp8_weights(epochs: int, **fit_options: Any) -> Any:
         torch.manual_seed(epochs)
-        model = Stored()
-        if how:
+        model = Fp8Weights()
+        if fit_options:
             nn.init.zeros_(model.net[0].weight)
         else:
             model.load_state_dict(start)
         runner = trainer(device, epochs, plugin(DELAYED, torch.bfloat16))
-        runner.fit(model, loader(), **how)
+        runner.fit(model, loader(), **fit_options)
         return model, runner
 
-    start = Stored().state_dict()
-    whole, _ = fitted(2)
-    _, runner = fitted(1)
+    start = Fp8Weights().state_dict()
+    uninterrupted, _ = fit_fp8_weights(2)
+    _, runner = fit_fp8_weights(1)
     runner.save_checkpoint(tmp_path / "half.ckpt")
-    rest, _ = fitted(2, ckpt_path=tmp_path / "half.ckpt")
-    assert rest.losses == whole.losses[4:]
-    for one, other in zip(rest.parameters(), whole.parameters(), strict=True):
-        assert one.dtype == torch.bfloat16
-        assert isinstance(one, float8lab.Float8Tensor) == (one.ndim == 2)
-        for part in ("qdata", "scale") if one.ndim == 2 else ("data",):
-            assert torch.equal(getattr(one, part), getattr(other, part))
+    resumed, _ = fit_fp8_weights(2, ckpt_path=tmp_path / "half.ckpt")
+    assert resumed.losses == uninterrupted.losses[4:]
+    for parameter, expected in zip(resumed.parameters(), uninterrupted.parameters(), strict=True):
+        assert parameter.dtype == torch.bfloat16
+        assert isinstance(parameter, float8lab.Float8Tensor) == (parameter.ndim == 2)
+        for buffer_name in ("qdata", "scale") if parameter.ndim == 2 else ("data",):
+            assert torch.equal(getattr(parameter, buffer_name), getattr(expected, buffer_name))
 
 
-def test_copies_know_no_model() -> None:
+def test_copies_of_a_plugin_hold_no_model() -> None:
     precision, layer = plugin(DELAYED), nn.Linear(8, 8)
     precision.convert_module(layer)
     assert list(precision.state_dict()) == ["0"]
-    for made in (copy.deepcopy(precision), pickle.loads(pickle.dumps(precision))):
-        assert made.recipe == DELAYED
-        assert made.state_dict() == {}
+    for copied in (copy.deepcopy(precision), pickle.loads(pickle.dumps(precision))):
+        assert copied.recipe == DELAYED
+        assert copied.state_dict() == {}
 
 
-def test_arguments_are_checked() -> None:
+def test_invalid_arguments_raise() -> None:
     with pytest.raises(TypeError, match=r"weights_dtype must be one of .*float8_e4m3fn"):
         plugin(dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"fallback_compute_dtype must be .*got torch.float32"):
@@ -509,18 +525,18 @@ def test_missing_lightning_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         runpy.run_path(inspect.getfile(Float8Precision))
 
 
-def test_found_by_attribute() -> None:
+def test_the_plugin_is_an_attribute_of_the_package() -> None:
     assert float8lab.integrations.lightning.Float8Precision is Float8Precision
     assert {"lightning", "pytorch_lightning"} <= set(dir(float8lab.integrations))
     with pytest.raises(AttributeError, match="no attribute 'thunder'"):
         float8lab.integrations.thunder  # noqa: B018
 
 
-# On several processes
+# Tests on several processes.
 
 
-class Started(LightningEnvironment):
-    """The processes run already, and are connected."""
+class RunningRanks(LightningEnvironment):
+    """An environment of processes that already run and are connected."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
@@ -534,25 +550,25 @@ class Started(LightningEnvironment):
         return self.rank
 
 
-def quiet() -> None:
+def ignore_warnings() -> None:
     for category in (UserWarning, FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module="lightning")
         warnings.filterwarnings("ignore", category=category, module="torch.distributed")
-    # Fabric makes DDP on a stream of its own.
+    # Fabric creates DDP on its own stream.
     warnings.filterwarnings("ignore", "The AccumulateGrad node's stream", UserWarning)
 
 
-def own_batches(ranks: Ranks) -> Any:
+def batches_of_rank(ranks: Ranks) -> Any:
     return batches(4 * ranks.world)[ranks.rank :: ranks.world]
 
 
-def resumes_on_fabric(ranks: Ranks, strategy: Any) -> Any:
-    """The model, trained for twice the steps, and one that was resumed from half of them."""
+def assert_fabric_resumes(ranks: Ranks, strategy: Any) -> Any:
+    """Assert that training resumed half-way gives the model of uninterrupted training."""
     trained = []
-    for resumed in (False, True):
+    for is_resumed in (False, True):
         precision = plugin(DELAYED, replace_layers=True)
         fabric = fabric_for(
-            ranks.device, precision, Started(ranks), devices=ranks.world, strategy=strategy()
+            ranks.device, precision, RunningRanks(ranks), devices=ranks.world, strategy=strategy()
         )
         fabric.launch()
         with fabric.init_module(empty_init=True):
@@ -561,32 +577,33 @@ def resumes_on_fabric(ranks: Ranks, strategy: Any) -> Any:
         torch.manual_seed(0)
         with torch.no_grad():
             for parameter in model.parameters():
-                full = 0.2 * torch.randn(parameter.shape, device=ranks.device)
+                value = 0.2 * torch.randn(parameter.shape, device=ranks.device)
                 if hasattr(parameter, "placements"):
-                    full = torch.distributed.tensor.distribute_tensor(
-                        full, parameter.device_mesh, parameter.placements
+                    value = torch.distributed.tensor.distribute_tensor(
+                        value, parameter.device_mesh, parameter.placements
                     )
-                parameter.copy_(full)
+                parameter.copy_(value)
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
         state = {"model": model, "optimizer": optimizer, "fp8": precision}
-        if resumed:
+        if is_resumed:
             fabric.load(ranks.tmp_path / "half", state)
-            if state["fp8"] is not precision:  # of a sharded checkpoint Lightning gives it back
+            # Lightning replaces the entry by the state when it loads a sharded checkpoint
+            if state["fp8"] is not precision:
                 precision.load_state_dict(state["fp8"])
         else:
-            steps(fabric, model, optimizer, own_batches(ranks))
+            train_steps(fabric, model, optimizer, batches_of_rank(ranks))
             fabric.save(ranks.tmp_path / "half", state)
         torch.distributed.barrier()
-        steps(fabric, model, optimizer, own_batches(ranks))
+        train_steps(fabric, model, optimizer, batches_of_rank(ranks))
         trained.append((fabric, model, precision))
-    (_, whole, _), (fabric, rest, precision) = trained
-    assert same(whole, rest)
-    return fabric, rest, precision
+    (_, uninterrupted, _), (fabric, resumed, precision) = trained
+    assert same_state(uninterrupted, resumed)
+    return fabric, resumed, precision
 
 
-def check_fabric_ddp(ranks: Ranks) -> None:
-    quiet()
-    _, model, precision = resumes_on_fabric(ranks, FabricDDP)
+def check_fabric_ddp_resumes(ranks: Ranks) -> None:
+    ignore_warnings()
+    _, model, precision = assert_fabric_resumes(ranks, FabricDDP)
     for parameter in model.parameters():
         ranks.assert_same(parameter)
     state = precision.state_dict()["0"]
@@ -596,40 +613,50 @@ def check_fabric_ddp(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
-def test_statistics_go_to_the_loggers(package: str, tmp_path: Path) -> None:
-    """Each package by its own classes; of a resumed training the steps go on; an error ends it."""
-    trainers = importlib.import_module(f"{package}.pytorch" if package == "lightning" else package)
+def test_statistics_are_sent_to_the_loggers(package: str, tmp_path: Path) -> None:
+    """Uses the classes of each package.
+
+    A resumed training continues the steps; an error ends the watch.
+    """
+    trainer_package = importlib.import_module(
+        f"{package}.pytorch" if package == "lightning" else package
+    )
     integration = importlib.import_module(f"float8lab.integrations.{package}")
-    steps = type("Module", (Steps, trainers.LightningModule), {})
-    logger = trainers.loggers.CSVLogger(tmp_path, version=0)
+    module_class = type("Module", (TrainingSteps, trainer_package.LightningModule), {})
+    logger = trainer_package.loggers.CSVLogger(tmp_path, version=0)
     stats = integration.Float8StatsCallback(every=2, layers="0")
 
-    def fit(epochs: int, module: Any, **how: Any) -> Any:
+    def fit(epochs: int, module: Any, **fit_options: Any) -> Any:
         precision = integration.Float8Precision(weights_dtype=torch.float32)
         runner = trainer(
-            torch.device("cpu"), epochs, precision, trainers, callbacks=[stats], logger=logger
+            torch.device("cpu"),
+            epochs,
+            precision,
+            trainer_package,
+            callbacks=[stats],
+            logger=logger,
         )
-        runner.fit(module, loader(3), **how)
+        runner.fit(module, loader(3), **fit_options)
         return runner
 
-    fit(1, steps()).save_checkpoint(tmp_path / "half.ckpt")
+    fit(1, module_class()).save_checkpoint(tmp_path / "half.ckpt")
     assert [step.step for step in stats.watch.log.steps] == [0, 2]
-    fit(2, steps(), ckpt_path=tmp_path / "half.ckpt")
+    fit(2, module_class(), ckpt_path=tmp_path / "half.ckpt")
     assert [step.step for step in stats.watch.log.steps] == [4]
     rows = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
     assert "float8/net.0/gradient/sqnr" in rows[0]
     assert {row.split(",")[rows[0].split(",").index("step")] for row in rows[1:]} == {*"024"}
 
-    broken = steps()
-    broken.training_step = lambda batch, batch_idx: 1 / 0
+    failing_module = module_class()
+    failing_module.training_step = lambda batch, batch_idx: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        fit(1, broken)
-    with float8lab.inspect.watch(broken):  # no other watch is active
+        fit(1, failing_module)
+    with float8lab.inspect.watch(failing_module):  # raises if another watch were active
         pass
 
 
-def check_fabric_fsdp2_from_the_meta_device(ranks: Ranks) -> None:
-    quiet()
+def check_fabric_fsdp2_from_the_meta_device_resumes(ranks: Ranks) -> None:
+    ignore_warnings()
 
     def shard(model: nn.Module, mesh: Any) -> nn.Module:
         assert isinstance(model[0], float8lab.Linear)
@@ -639,62 +666,62 @@ def check_fabric_fsdp2_from_the_meta_device(ranks: Ranks) -> None:
     def strategy() -> Any:
         return FabricModelParallel(shard, data_parallel_size=ranks.world, tensor_parallel_size=1)
 
-    fabric, model, _ = resumes_on_fabric(ranks, strategy)
-    with Collectives() as seen:
+    fabric, model, _ = assert_fabric_resumes(ranks, strategy)
+    with Collectives() as collectives:
         model(torch.ones(2, 13, device=fabric.device))
-    assert torch.uint8 in {dtype for dtype, _ in seen.of("allgather")}
+    assert torch.uint8 in {dtype for dtype, _ in collectives.of("allgather")}
 
 
-def resumes_in_trainer(ranks: Ranks, module: Any, strategy: Any) -> Any:
-    def fit(model: Any, epochs: int, **how: Any) -> Any:
-        environment, precision = Started(ranks), plugin(DELAYED)
+def assert_trainer_resumes(ranks: Ranks, module: Any, strategy: Any) -> Any:
+    def fit(model: Any, epochs: int, **fit_options: Any) -> Any:
+        environment, precision = RunningRanks(ranks), plugin(DELAYED)
         runner = lightning.Trainer(
             accelerator=ranks.device.type, devices=ranks.world, strategy=strategy(),
             plugins=[precision, environment], max_epochs=epochs, use_distributed_sampler=False,
             enable_progress_bar=False, enable_model_summary=False, logger=False,
             enable_checkpointing=False, num_sanity_val_steps=0,
         )  # fmt: skip
-        xs, ys = zip(*own_batches(ranks), strict=True)
+        xs, ys = zip(*batches_of_rank(ranks), strict=True)
         data = DataLoader(TensorDataset(torch.cat(xs), torch.cat(ys)), batch_size=7)
-        runner.fit(model, data, **how)
+        runner.fit(model, data, **fit_options)
         return runner
 
-    whole, half, rest = module(), module(), module()
-    fit(whole, 2)
-    fit(half, 1).save_checkpoint(ranks.tmp_path / "half")
+    uninterrupted, half_way, resumed = module(), module(), module()
+    fit(uninterrupted, 2)
+    fit(half_way, 1).save_checkpoint(ranks.tmp_path / "half")
     torch.distributed.barrier()
-    fit(rest, 2, ckpt_path=ranks.tmp_path / "half")
-    assert rest.losses == whole.losses[4:]
-    assert same(rest, whole)
-    return rest
+    fit(resumed, 2, ckpt_path=ranks.tmp_path / "half")
+    assert resumed.losses == uninterrupted.losses[4:]
+    assert same_state(resumed, uninterrupted)
+    return resumed
 
 
-def check_trainer_ddp(ranks: Ranks) -> None:
-    quiet()
-    for parameter in resumes_in_trainer(ranks, Module, DDPStrategy).parameters():
+def check_trainer_ddp_resumes(ranks: Ranks) -> None:
+    ignore_warnings()
+    for parameter in assert_trainer_resumes(ranks, Module, DDPStrategy).parameters():
         ranks.assert_same(parameter)
 
 
-def check_trainer_fsdp2(ranks: Ranks) -> None:
-    quiet()
+def check_trainer_fsdp2_resumes(ranks: Ranks) -> None:
+    ignore_warnings()
 
     def strategy() -> Any:
         return ModelParallelStrategy(data_parallel_size=ranks.world, tensor_parallel_size=1)
 
-    model = resumes_in_trainer(ranks, Sharded, strategy)
-    with Collectives() as seen:
+    model = assert_trainer_resumes(ranks, Fsdp2Module, strategy)
+    with Collectives() as collectives:
         model.net(torch.ones(2, 13, device=ranks.device))
-    assert torch.uint8 in {dtype for dtype, _ in seen.of("allgather")}
+    assert torch.uint8 in {dtype for dtype, _ in collectives.of("allgather")}
 
 
 def check_report_is_logged_once(ranks: Ranks) -> None:
-    quiet()
+    ignore_warnings()
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
     log = sys.modules["lightning_utilities.core.rank_zero"].log
     log.addHandler(handler)
-    environment = Started(ranks)
+    environment = RunningRanks(ranks)
     fabric = fabric_for(
         ranks.device, plugin(), environment, devices=ranks.world, strategy=FabricDDP()
     )

@@ -1,9 +1,9 @@
-"""onnx_export: standard nodes that onnxruntime runs with the accuracy of the recipe.
+"""``onnx_export``: standard nodes that onnxruntime runs with the accuracy of the recipe.
 
-The graph's bytes are the library's own but where ONNX's division by the scale and the library's
-multiplication by its inverse fall on two sides of a rounding boundary: once in some 2**20 values,
-each then off by one step of FP8. That and float32 sums in another order leave far more than
-``SAME_DB`` to the library's eager output.
+The FP8 data in the graph equals the library's except at some rounding boundaries: ONNX divides by
+the scale, the library multiplies by its inverse. Some one value in 2**20 then differs by one step
+of FP8. This and another order of float32 sums leave an SQNR far above ``SAME_DB`` to the eager
+output.
 """
 
 import math
@@ -15,10 +15,10 @@ from torch import nn
 import float8lab
 from float8lab import recipes
 from float8lab.tensor.differentiation import is_exporting
-from tests.integrations.onnx_models import count, eager, export, onnx, run
+from tests.integrations.onnx_models import count_nodes, eager_outputs, export, onnx, onnx_outputs
 from tests.nn.composition import sqnr
 
-# The exporter's own: deprecations inside torch, and versions of packages that it looks for.
+# Warnings of the exporter: deprecations inside torch, and package versions that it looks for.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SAME_DB = 80.0
@@ -32,13 +32,13 @@ RECIPES = {
     "block-pow2": recipes.Float8BlockScaling(power_of_2_scale=True),
     "mx": recipes.MXFP8BlockScaling(),
 }
-# Of one layer against float64, as docs/numerics.md states them.
+# SQNR of one layer against float64, as stated in docs/numerics.md.
 STATED_DB = {name: 27.5 if name == "mx" else 28.0 for name in RECIPES}
 DYNAMIC = torch.export.Dim.DYNAMIC
 
 
-class Attend(nn.Module):
-    """Reshapes and transposes around the layers, as attention has them."""
+class Attention(nn.Module):
+    """Linear layers between reshapes and transposes, as in attention."""
 
     def __init__(self, width):
         super().__init__()
@@ -56,16 +56,16 @@ def path(tmp_path):
     return str(tmp_path / "model.onnx")
 
 
-def exported(layer, x, recipe, path, *, opset=21):
-    """Export a layer after a step that gives delayed scaling its scales."""
+def export_after_step(layer, x, recipe, path, *, opset=21):
+    """Export a layer after a step, which sets the scales of delayed scaling."""
     with float8lab.autocast(recipe=recipe):
         layer(x)
     return export(layer.eval(), (x,), recipe, path, dynamic=True, opset=opset)
 
 
-def outputs(path, model, x, recipe):
-    """onnxruntime's output, and the library's own in eager mode."""
-    (y,), (expected,) = run(path, (x,)), eager(model, (x,), recipe)
+def onnx_and_eager_outputs(path, model, x, recipe):
+    """The output of onnxruntime and that of the library in eager mode."""
+    (y,), (expected,) = onnx_outputs(path, (x,)), eager_outputs(model, (x,), recipe)
     return y, expected
 
 
@@ -74,7 +74,7 @@ def outputs(path, model, x, recipe):
     [(name, False) for name in RECIPES]
     + [(name, True) for name in ("delayed", "current", "rowwise", "block", "mx")],
 )
-def test_one_layer_of_every_recipe(name, stored, path):
+def test_a_layer_of_every_recipe_has_its_eager_output(name, stored, path):
     recipe = RECIPES[name]
     with float8lab.fp8_model_init(enabled=stored, recipe=recipe):
         layer = float8lab.Linear(300, 200, device="cpu")
@@ -82,13 +82,13 @@ def test_one_layer_of_every_recipe(name, stored, path):
     x = torch.randn(2, 5, 300)
     with float8lab.autocast(recipe=recipe):
         layer(2 * x)
-    proto = exported(layer, 2 * x, recipe, path)
-    assert count(proto, "DequantizeLinear") == 2
-    assert count(proto, "QuantizeLinear") == (1 if stored else 2)
+    proto = export_after_step(layer, 2 * x, recipe, path)
+    assert count_nodes(proto, "DequantizeLinear") == 2
+    assert count_nodes(proto, "QuantizeLinear") == (1 if stored else 2)
     fp8 = [i for i in proto.graph.initializer if i.data_type == onnx.TensorProto.FLOAT8E4M3FN]
     assert ([200, 300] in [list(i.dims) for i in fp8]) == stored
-    x = torch.randn(3, 7, 300)  # another shape than the one exported
-    y, expected = outputs(path, layer, x, recipe)
+    x = torch.randn(3, 7, 300)  # another shape than in the export
+    y, expected = onnx_and_eager_outputs(path, layer, x, recipe)
     assert y.dtype == expected.dtype
     assert y.shape == expected.shape
     assert sqnr(y, expected) > SAME_DB
@@ -100,10 +100,10 @@ def test_one_layer_of_every_recipe(name, stored, path):
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
-def test_a_converted_model(name, path):
+def test_a_converted_model_has_its_eager_output(name, path):
     recipe = RECIPES[name]
     model = nn.Sequential(
-        Attend(64), nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 24)
+        Attention(64), nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 24)
     )
     float8lab.convert_to_float8(model, recipe, overrides={"4": None})
     model(torch.randn(4, 6, 64))
@@ -116,23 +116,23 @@ def test_a_converted_model(name, path):
         )  # fmt: skip
     program.save(path)
     proto = onnx.load(path)
-    assert count(proto, "QuantizeLinear") == 2 * 3
+    assert count_nodes(proto, "QuantizeLinear") == 2 * 3
     x = torch.randn(3, 9, 64)
     with torch.no_grad():
-        # Layer after layer a value near a rounding boundary may fall on the other side of it.
-        assert sqnr(run(path, (x,))[0], model(x)) > 40
+        # In each layer a value near a rounding boundary may be rounded the other way.
+        assert sqnr(onnx_outputs(path, (x,))[0], model(x)) > 40
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise"])
 def test_opset_19_is_enough_without_blocks(name, path):
     layer = float8lab.Linear(32, 48, device="cpu")
     x = torch.randn(6, 32)
-    exported(layer, x, RECIPES[name], path, opset=19)
-    assert sqnr(*outputs(path, layer, x, RECIPES[name])) > SAME_DB
+    export_after_step(layer, x, RECIPES[name], path, opset=19)
+    assert sqnr(*onnx_and_eager_outputs(path, layer, x, RECIPES[name])) > SAME_DB
 
 
 @pytest.mark.parametrize("name", ["current", "block"])
-def test_bfloat16_and_a_layer_left_in_high_precision(name, path):
+def test_a_bfloat16_layer_and_a_high_precision_layer_are_exported(name, path):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -147,29 +147,32 @@ def test_bfloat16_and_a_layer_left_in_high_precision(name, path):
     model = Model().eval()
     x = torch.randn(8, 64)
     proto = export(model, (x,), RECIPES[name], path, dynamic=True)
-    assert count(proto, "QuantizeLinear") == 2
-    # Sums that were added up in different orders may round to neighbours in bfloat16, 2**-8 apart,
-    # once in some 2**14 values.
-    assert sqnr(*outputs(path, model, x, RECIPES[name])) > 60
+    assert count_nodes(proto, "QuantizeLinear") == 2
+    # Sums in different orders may round to neighbouring bfloat16 values, 2**-8 apart, once in some
+    # 2**14 values.
+    assert sqnr(*onnx_and_eager_outputs(path, model, x, RECIPES[name])) > 60
 
 
-def test_forward_gemm_in_high_precision(path):
+def test_a_forward_gemm_in_high_precision_has_no_casts(path):
     recipe = recipes.Float8CurrentScaling(override_linear_precision=(True, False, False))
     layer = float8lab.Linear(32, 48, device="cpu").eval()
     x = torch.randn(6, 32)
     proto = export(layer, (x,), recipe, path, dynamic=True)
-    assert count(proto, "QuantizeLinear") == 0
-    assert sqnr(run(path, (x,))[0], nn.functional.linear(x, layer.weight, layer.bias)) > SAME_DB
+    assert count_nodes(proto, "QuantizeLinear") == 0
+    assert (
+        sqnr(onnx_outputs(path, (x,))[0], nn.functional.linear(x, layer.weight, layer.bias))
+        > SAME_DB
+    )
 
 
 @pytest.mark.parametrize("name", ["delayed", "rowwise", "mx"])
-def test_special_values(name, path):
+def test_zeros_and_extreme_values_give_the_eager_output(name, path):
     layer = float8lab.Linear(64, 16, device="cpu", bias=False)
     x = torch.randn(8, 64)
-    exported(layer, x, RECIPES[name], path)
+    export_after_step(layer, x, RECIPES[name], path)
     scales = torch.tensor([0.0, 1.0, 448.0, 2.0**-10, 2.0**-140, 1e30, 2.0**100, 3.0])
     for values in (torch.zeros(8, 64), x.sign() * scales[:, None], 1000.0 * x):
-        y, expected = outputs(path, layer, values, RECIPES[name])
+        y, expected = onnx_and_eager_outputs(path, layer, values, RECIPES[name])
         assert torch.isfinite(y).all() == torch.isfinite(expected).all()
         if expected.any():
             assert sqnr(y, expected) > SAME_DB
@@ -179,17 +182,18 @@ def test_special_values(name, path):
 
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block", "mx"])
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")], ids=str)
-def test_values_that_are_not_finite_stay_visible(name, value, path):
+def test_nan_and_infinity_appear_in_the_output(name, value, path):
     recipe = RECIPES[name]
     layer = float8lab.Linear(64, 16, device="cpu", bias=False)
     x = torch.randn(8, 64)
-    exported(layer, x, recipe, path)
+    export_after_step(layer, x, recipe, path)
     x[3, 5] = value
-    y, expected = outputs(path, layer, x, recipe)
+    y, expected = onnx_and_eager_outputs(path, layer, x, recipe)
     assert not expected[3].isfinite().any()
     assert torch.equal(y.isnan(), expected.isnan())
     assert torch.equal(y.isinf(), expected.isinf())
-    if name != "current" or not math.isnan(value):  # ONNX leaves open whether a maximum sees NaN
+    # ONNX does not define whether a maximum propagates NaN
+    if name != "current" or not math.isnan(value):
         finite = expected.isfinite()
         assert sqnr(y[finite], expected[finite]) > SAME_DB
 
@@ -201,12 +205,12 @@ def test_delayed_scaling_without_scales_is_an_error(path):
     assert info.value is not None
 
 
-def test_disabled_exports_as_ever():
+def test_disabled_onnx_export_exports_high_precision():
     layer = float8lab.Linear(32, 32, device="cpu").eval()
     x = torch.randn(4, 32)
     with float8lab.onnx_export():
         program = torch.onnx.export(layer, (x,), dynamo=True, verbose=False)
-    assert count(program.model_proto, "QuantizeLinear") == 0
+    assert count_nodes(program.model_proto, "QuantizeLinear") == 0
     with float8lab.onnx_export(enabled=True):
         assert not torch.is_grad_enabled()
         with float8lab.onnx_export(enabled=False):

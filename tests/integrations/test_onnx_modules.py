@@ -1,9 +1,9 @@
-"""onnx_export of norms, fused modules and attention: standard operators, the recipe's accuracy.
+"""``onnx_export`` of norms, fused modules and attention, with the accuracy of the recipe.
 
-onnxruntime's output against the library's own in eager mode. In high precision they differ by
-float32 sums in another order. In FP8 such a difference also moves values over a rounding boundary,
-by one step of FP8 each; through several casts that leaves ``SEVERAL_DB``, above what FP8 itself
-leaves to float64.
+The output of onnxruntime is compared with the library's in eager mode. In high precision the two
+differ by the order of float32 sums. In FP8 such a difference also moves values over a rounding
+boundary, by one step of FP8 each. Several casts then leave an SQNR of ``SEVERAL_DB``, which is
+above that of FP8 against float64.
 """
 
 import copy
@@ -15,11 +15,18 @@ from torch import nn
 import float8lab
 from float8lab import recipes
 from float8lab.nn.attention import RotaryPositionEmbedding
-from tests.integrations.onnx_models import count, eager, export, in_context, onnx, run
+from tests.integrations.onnx_models import (
+    autocast_with,
+    count_nodes,
+    eager_outputs,
+    export,
+    onnx,
+    onnx_outputs,
+)
 from tests.nn import models
 from tests.nn.composition import sqnr
 
-# The exporter's own: deprecations inside torch, and versions of packages that it looks for.
+# Warnings of the exporter: deprecations inside torch, and package versions that it looks for.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SAME_DB, SEVERAL_DB = 80.0, 40.0
@@ -27,7 +34,7 @@ HIDDEN, HEADS, S, B = 64, 4, 6, 2
 RECIPES = {"high": None, **models.RECIPES}
 
 
-def norm_linear(**kwargs):
+def layer_norm_linear(**kwargs):
     return float8lab.LayerNormLinear(HIDDEN, 96, device="cpu", **kwargs)
 
 
@@ -43,20 +50,22 @@ def attention(**kwargs):
     return float8lab.MultiheadAttention(HIDDEN, HEADS, device="cpu", **kwargs)
 
 
-def check(model, inputs, recipe, path, *, casts, least=None, dynamic=False):
-    """Export after a step that gives delayed recipes their scales; run, and compare."""
-    least = least or (SEVERAL_DB if casts else SAME_DB)
-    with in_context(recipe):
+def assert_exported_equals_eager(
+    model, inputs, recipe, path, *, casts, least_sqnr=None, dynamic=False
+):
+    """Export after a step, which sets the scales of delayed recipes; compare with eager mode."""
+    least_sqnr = least_sqnr or (SEVERAL_DB if casts else SAME_DB)
+    with autocast_with(recipe):
         model(*inputs)
     model.eval()
     proto = export(model, inputs, recipe, path, dynamic=dynamic)
-    assert count(proto, "QuantizeLinear") == casts
+    assert count_nodes(proto, "QuantizeLinear") == casts
     if dynamic:
         inputs = tuple(torch.randn(S + 3, B + 1, HIDDEN) for _ in inputs)
-    got, wanted = run(path, inputs), eager(model, inputs, recipe)
-    for y, expected in zip(got, wanted, strict=True):
+    outputs, expected_outputs = onnx_outputs(path, inputs), eager_outputs(model, inputs, recipe)
+    for y, expected in zip(outputs, expected_outputs, strict=True):
         assert (y.dtype, y.shape) == (expected.dtype, expected.shape)
-        assert sqnr(y, expected) > least
+        assert sqnr(y, expected) > least_sqnr
     return proto
 
 
@@ -68,14 +77,16 @@ def path(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("zero_centered", [False, True], ids=["", "zero-centered"])
 @pytest.mark.parametrize("norm", [float8lab.LayerNorm, float8lab.RMSNorm])
-def test_norms(norm, zero_centered, dtype, path):
+def test_exported_norms_have_their_eager_output(norm, zero_centered, dtype, path):
     module = norm(HIDDEN, zero_centered_gamma=zero_centered, params_dtype=dtype, device="cpu")
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     x = (torch.randn(S, B, HIDDEN) * 3 + 1).to(dtype)
-    # A value between two of float16 may be rounded to either, once in some 2**12 values.
-    least = SAME_DB if dtype == torch.float32 else 60.0
-    check(module, (x,), None, path, casts=0, least=least, dynamic=dtype == torch.float32)
+    # A value between two float16 values may be rounded to either, once in some 2**12 values.
+    least_sqnr = SAME_DB if dtype == torch.float32 else 60.0
+    assert_exported_equals_eager(
+        module, (x,), None, path, casts=0, least_sqnr=least_sqnr, dynamic=dtype == torch.float32
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,35 +96,43 @@ def test_norms(norm, zero_centered, dtype, path):
         *(("norm-linear", name) for name in ("high", "delayed", "rowwise")),
     ],
 )
-def test_fused_modules(kind, name, path):
+def test_exported_fused_modules_have_their_eager_output(kind, name, path):
     module = {
-        "norm-linear": lambda: norm_linear(normalization="RMSNorm", return_layernorm_output=True),
+        "norm-linear": lambda: layer_norm_linear(
+            normalization="RMSNorm", return_layernorm_output=True
+        ),
         "mlp": lambda: mlp(activation="swiglu", return_bias=True, checkpoint=True),
     }[kind]()
     casts = {"norm-linear": 2, "mlp": 4}[kind] * (name != "high")
     if kind == "mlp":
         nn.init.normal_(module.fc2_bias)
     x = torch.randn(S, B, HIDDEN)
-    check(module, (x,), RECIPES[name], path, casts=casts, dynamic=name == "current")
+    assert_exported_equals_eager(
+        module, (x,), RECIPES[name], path, casts=casts, dynamic=name == "current"
+    )
 
 
 @pytest.mark.parametrize("activation", ["gelu", "srelu", "qgelu", "silu", "geglu", "reglu"])
-def test_activations(activation, path):
-    check(mlp(activation=activation), (torch.randn(S, B, HIDDEN),), None, path, casts=0)
+def test_exported_activations_have_their_eager_output(activation, path):
+    assert_exported_equals_eager(
+        mlp(activation=activation), (torch.randn(S, B, HIDDEN),), None, path, casts=0
+    )
 
 
 @pytest.mark.parametrize("name", ["high", "delayed"])
 @pytest.mark.parametrize("split", [None, ("a", "b")], ids=["", "split"])
-def test_weights_stored_in_fp8(split, name, path):
+def test_fp8_weights_are_exported_as_fp8(split, name, path):
     with float8lab.fp8_model_init(recipe=RECIPES[name]):
-        module = norm_linear(parameters_split=split)
+        module = layer_norm_linear(parameters_split=split)
     casts = 0 if name == "high" else 1 + (split is not None)
-    proto = check(module, (torch.randn(S, B, HIDDEN),), RECIPES[name], path, casts=casts)
+    proto = assert_exported_equals_eager(
+        module, (torch.randn(S, B, HIDDEN),), RECIPES[name], path, casts=casts
+    )
     fp8 = [i for i in proto.graph.initializer if i.data_type == onnx.TensorProto.FLOAT8E4M3FN]
     assert sum(list(i.dims) in ([96, HIDDEN], [48, HIDDEN]) for i in fp8) == (2 if split else 1)
 
 
-class Core(nn.Module):
+class AttentionCore(nn.Module):
     def __init__(self, **kwargs):
         super().__init__()
         self.core = float8lab.DotProductAttention(HEADS, HIDDEN // HEADS, **kwargs)
@@ -124,30 +143,30 @@ class Core(nn.Module):
 
 
 @pytest.mark.parametrize("variant", ["causal", "window", "groups", "padding", "arbitrary"])
-def test_attention(variant, path):
+def test_exported_attention_has_its_eager_output(variant, path):
     mask_type = variant if variant in ("padding", "arbitrary") else "causal"
     window = (2, 0) if variant == "window" else None
     groups = 2 if variant == "groups" else HEADS
-    model = Core(attn_mask_type=mask_type, window_size=window, num_gqa_groups=groups)
+    model = AttentionCore(attn_mask_type=mask_type, window_size=window, num_gqa_groups=groups)
     widths = (HIDDEN, *(groups * HIDDEN // HEADS,) * 2)
     inputs = tuple(torch.randn(S, B, width) for width in widths)
     if variant == "padding":
         inputs += ((torch.arange(S) >= torch.tensor([[S - 2], [S]]))[:, None, None],)
     if variant == "arbitrary":
         inputs += ((torch.rand(B, 1, S, S) < 0.5) & ~torch.eye(S, dtype=torch.bool),)
-    check(model, inputs, None, path, casts=0)
+    assert_exported_equals_eager(model, inputs, None, path, casts=0)
 
 
 @pytest.mark.parametrize(
     ("name", "dynamic"), [("high", True), ("delayed", False), ("current", True)]
 )
-def test_multihead_attention(name, dynamic, path):
+def test_exported_multihead_attention_has_its_eager_output(name, dynamic, path):
     module = attention(input_layernorm=True, num_gqa_groups=2, attn_mask_type="causal")
     x, casts = torch.randn(S, B, HIDDEN), 0 if name == "high" else 4
-    check(module, (x,), RECIPES[name], path, casts=casts, dynamic=dynamic)
+    assert_exported_equals_eager(module, (x,), RECIPES[name], path, casts=casts, dynamic=dynamic)
 
 
-class Rotated(nn.Module):
+class RotaryLayers(nn.Module):
     """A stack of two transformer layers with rotary positions."""
 
     def __init__(self, **kwargs):
@@ -163,22 +182,22 @@ class Rotated(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["high", "delayed", "block"])
-def test_transformer_layer(name, path):
+def test_an_exported_transformer_layer_has_its_eager_output(name, path):
     module = transformer(activation="swiglu", normalization="RMSNorm")
     x, casts = torch.randn(S, B, HIDDEN), 0 if name == "high" else 8
-    check(module, (x,), RECIPES[name], path, casts=casts)
+    assert_exported_equals_eager(module, (x,), RECIPES[name], path, casts=casts)
 
 
 def test_layers_with_rotary_positions_have_the_accuracy_of_fp8(path):
     recipe, x = RECIPES["current"], torch.randn(S, B, HIDDEN)
-    model = Rotated()
-    check(model, (x,), recipe, path, casts=16)
+    model = RotaryLayers()
+    assert_exported_equals_eager(model, (x,), recipe, path, casts=16)
     exact = copy.deepcopy(model).double().eval()(x.double())
-    noise = sqnr(eager(model, (x,), recipe)[0], exact)
-    assert sqnr(run(path, (x,))[0], exact) > noise - 1.0
+    eager_sqnr = sqnr(eager_outputs(model, (x,), recipe)[0], exact)
+    assert sqnr(onnx_outputs(path, (x,))[0], exact) > eager_sqnr - 1.0
 
 
-class Cached(nn.Module):
+class CachedAttention(nn.Module):
     """Attention with a key/value cache."""
 
     def __init__(self):
@@ -190,48 +209,52 @@ class Cached(nn.Module):
         return self.attention(x, inference_params=self.cache)
 
 
-def exports_fail(module, inputs, recipe, match):
+def assert_export_fails(module, inputs, recipe, match):
     with (
         pytest.raises(Exception, match=match),
         float8lab.onnx_export(enabled=True),
-        in_context(recipe),
+        autocast_with(recipe),
     ):
         torch.onnx.export(module, inputs, dynamo=True, verbose=False)
 
 
-def test_what_cannot_be_exported_says_so():
+def test_unsupported_modules_raise_on_export():
     x = torch.randn(S, B, HIDDEN)
     recipe = recipes.Float8CurrentScaling(fp8_dpa=True)
-    exports_fail(Core().eval(), (x, x, x), recipe, "recipe must have fp8_dpa=False")
-    packed = Core(qkv_format="thd", attn_mask_type="padding").eval()
-    exports_fail(packed, (x[:, 0],) * 3, None, "qkv_format must be 'sbhd' or 'bshd' inside")
-    exports_fail(Cached().eval(), (x,), None, "inference_params must be None inside")
+    assert_export_fails(AttentionCore().eval(), (x, x, x), recipe, "recipe must have fp8_dpa=False")
+    packed = AttentionCore(qkv_format="thd", attn_mask_type="padding").eval()
+    assert_export_fails(packed, (x[:, 0],) * 3, None, "qkv_format must be 'sbhd' or 'bshd' inside")
+    assert_export_fails(
+        CachedAttention().eval(), (x,), None, "inference_params must be None inside"
+    )
 
 
 def test_export_changes_no_state(path):
     recipe = RECIPES["delayed"]
     model = transformer(hidden_dropout=0.0, attention_dropout=0.0)
     x = torch.randn(S, B, HIDDEN)
-    with in_context(recipe):
+    with autocast_with(recipe):
         model(x).sum().backward()
     model.zero_grad()
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     export(model, (x,), recipe, path)  # in training mode, too
-    assert models.states(model) == models.states(twin)
-    for m in (model, twin):
-        with in_context(recipe):
+    assert models.states(model) == models.states(reference)
+    for m in (model, reference):
+        with autocast_with(recipe):
             m(3 * x).sum().backward()
-    assert models.same_gradients(model, twin)
-    assert models.states(model) == models.states(twin)
+    assert models.same_gradients(model, reference)
+    assert models.states(model) == models.states(reference)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_grouped_linear(name, path):
-    """Every expert applied to all rows, for a graph has no sizes of groups."""
+def test_an_exported_grouped_linear_has_its_eager_output(name, path):
+    """The graph applies each expert to all rows, because it has no group sizes."""
     module = float8lab.GroupedLinear(3, HIDDEN, 96, device="cpu")
     for bias in (module.bias0, module.bias1, module.bias2):
         nn.init.normal_(bias)
     x, splits = torch.randn(20, HIDDEN), torch.tensor([7, 0, 9])
-    # Under a scale per tensor, that of each expert's rows and of its weight.
+    # With a scale per tensor, the rows and the weight of each expert have their own scales.
     casts = {"high": 0, "delayed": 6, "current": 6}.get(name, 4)
-    check(module, (x, splits), RECIPES[name], path, casts=casts, least=SAME_DB)
+    assert_exported_equals_eager(
+        module, (x, splits), RECIPES[name], path, casts=casts, least_sqnr=SAME_DB
+    )

@@ -1,4 +1,4 @@
-"""Recipes said by plain values."""
+"""Recipes given as plain values."""
 
 import pytest
 
@@ -6,22 +6,22 @@ from float8lab import recipes
 from float8lab.integrations.recipe_mapping import recipe_of
 
 
-def test_recipes_pass_through():
+def test_recipes_are_returned_unchanged():
     for recipe in (recipes.MXFP8BlockScaling(), recipes.Auto(), "auto"):
         assert recipe_of(recipe) is recipe
     assert recipe_of(None) == recipe_of({}) == recipes.DelayedScaling()
 
 
 @pytest.mark.parametrize("kind", recipes.Recipe.__subclasses__(), ids=lambda kind: kind.__name__)
-def test_every_recipe_can_be_named(kind):
-    said = {"name": kind.__name__, "fp8_format": "E4M3", "fast_accum": [False, True, False]}
-    meant = kind(fp8_format=recipes.Format.E4M3, fast_accum=(False, True, False))
-    assert recipe_of(said) == meant
-    assert said["fast_accum"] == [False, True, False]
+def test_every_recipe_can_be_given_by_name_and_fields(kind):
+    fields = {"name": kind.__name__, "fp8_format": "E4M3", "fast_accum": [False, True, False]}
+    expected = kind(fp8_format=recipes.Format.E4M3, fast_accum=(False, True, False))
+    assert recipe_of(fields) == expected
+    assert fields["fast_accum"] == [False, True, False]
 
 
 @pytest.mark.parametrize(
-    ("said", "error", "words"),
+    ("value", "error", "message"),
     [
         ({"name": "Float9"}, ValueError, r"recipe\['name'\] must be one of .*got 'Float9'"),
         ({"fp8_format": "E3M4"}, ValueError, r"recipe\['fp8_format'\] must be one of E4M3"),
@@ -32,6 +32,6 @@ def test_every_recipe_can_be_named(kind):
     ],
     ids=["name", "format", "field", "value", "string", "number"],
 )
-def test_what_it_is_not(said, error, words):
-    with pytest.raises(error, match=words):
-        recipe_of(said)
+def test_unknown_names_and_fields_raise(value, error, message):
+    with pytest.raises(error, match=message):
+        recipe_of(value)

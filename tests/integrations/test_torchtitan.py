@@ -1,4 +1,4 @@
-"""Float8Converter in torchtitan's own trainer, on its llama3 and deepseek_v3 debug models."""
+"""``Float8Converter`` in torchtitan's trainer, with its llama3 and deepseek_v3 debug models."""
 
 import gc
 import json
@@ -20,18 +20,18 @@ from tests.distributed.ranks import Collectives, Ranks, each_check
 from tests.recorder import observing
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what its dependencies are deprecated for
-    tools = pytest.importorskip("torchtitan.tools.utils")
+    warnings.simplefilter("ignore")  # deprecation warnings of its dependencies
+    titan_utils = pytest.importorskip("torchtitan.tools.utils")
     if not hasattr(dist, "set_timeout"):
         pytest.skip(
             f"torchtitan needs a newer torch than {torch.__version__}", allow_module_level=True
         )
     if not torch.cuda.is_available():
-        # Its trainer takes any accelerator, but not a CPU, for which torch has no such module.
-        nothing: Any = lambda *args: {}  # noqa: E731
-        tools.device_type, tools.device_module = "cpu", SimpleNamespace(
-            set_device=nothing, synchronize=nothing, memory_stats=nothing, empty_cache=nothing,
-            reset_peak_memory_stats=nothing, get_device_name=str, current_device=lambda: 0,
+        # The trainer takes any accelerator, but no CPU, for which torch has no such module.
+        no_op: Any = lambda *args: {}  # noqa: E731
+        titan_utils.device_type, titan_utils.device_module = "cpu", SimpleNamespace(
+            set_device=no_op, synchronize=no_op, memory_stats=no_op, empty_cache=no_op,
+            reset_peak_memory_stats=no_op, get_device_name=str, current_device=lambda: 0,
             device_count=lambda: 1, get_device_properties=lambda _: SimpleNamespace(total_memory=1),
         )  # fmt: skip
     import torchtitan.trainer
@@ -54,7 +54,8 @@ with warnings.catch_warnings():
     from float8lab.integrations.torchtitan import Float8Converter, Float8SelectiveAC
 
 FAMILIES = {"llama3": (llama3, llama3_jobs), "deepseek_v3": (deepseek_v3, deepseek_v3_jobs)}
-LINEAR_LAYERS = {"llama3": 2 * 5, "deepseek_v3": 2 * 4 + 3 + 6}  # stacked experts are three
+# The stacked experts are three layers.
+LINEAR_LAYERS = {"llama3": 2 * 5, "deepseek_v3": 2 * 4 + 3 + 6}
 STEPS = 2
 CHECKPOINTING = {
     "none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config(),
@@ -62,100 +63,104 @@ CHECKPOINTING = {
 }  # fmt: skip
 
 
-def spec(family: str, **said: Any) -> Any:
-    """Two layers of a debug model; those of deepseek_v3 are a dense one and one of experts."""
-    found = FAMILIES[family][0].model_registry(
-        "debugmodel", converters=[Float8Converter.Config(**said)]
+def model_spec_of(family: str, **options: Any) -> Any:
+    """The spec of a debug model with two layers; in deepseek_v3 one dense layer, one of experts."""
+    model_spec = FAMILIES[family][0].model_registry(
+        "debugmodel", converters=[Float8Converter.Config(**options)]
     )
-    found.model.layers = found.model.layers[:2]
-    for _, _, parent, name in list(found.model.traverse(FlexAttention.Config)):
-        setattr(parent, name, ScaledDotProductAttention.Config())  # the other has no CPU backward
-    return found
+    model_spec.model.layers = model_spec.model.layers[:2]
+    for _, _, parent, name in list(model_spec.model.traverse(FlexAttention.Config)):
+        # FlexAttention has no backward on CPUs
+        setattr(parent, name, ScaledDotProductAttention.Config())
+    return model_spec
 
 
-def built(family: str, **said: Any) -> Any:
+def build_model(family: str, **options: Any) -> Any:
     torch.manual_seed(0)
-    model = spec(family, **said).model.build()
+    model = model_spec_of(family, **options).model.build()
     model.init_states()
     return model
 
 
-def left_alone(model: nn.Module) -> set[str]:
+def skipped_layers(model: nn.Module) -> set[str]:
     lines = str(float8lab.conversion_report(model)).splitlines()[1:-1]
     return {line.split()[0] for line in lines if "  skipped  " in line}
 
 
-def test_routers_and_output_layer_stay_in_high_precision():
-    model = built("deepseek_v3")
-    assert left_alone(model) == {"layers.1.moe.router.gate", "lm_head"}
+def test_routers_and_the_output_layer_stay_in_high_precision():
+    model = build_model("deepseek_v3")
+    assert skipped_layers(model) == {"layers.1.moe.router.gate", "lm_head"}
     assert isinstance(model.layers["0"].attention.wo, float8lab.Linear)
     assert isinstance(model, deepseek_v3.DeepSeekV3Model)
     assert type(model).__name__ == "DeepSeekV3Model"
 
 
-def test_layers_and_recipes_by_name():
-    model = built(
+def test_recipe_exclude_and_overrides_apply_by_name():
+    model = build_model(
         "llama3", recipe="Float8RowwiseScaling", exclude=["lm_head", "layers.0"],
         overrides={"wo": {"name": "DelayedScaling", "amax_history_len": 4}, "w2": None},
     )  # fmt: skip
-    assert {name for name in left_alone(model) if not name.startswith("layers.0")} == {
+    assert {name for name in skipped_layers(model) if not name.startswith("layers.0")} == {
         "layers.1.feed_forward.w2", "lm_head",
     }  # fmt: skip
     attention = model.layers["1"].attention
     assert attention.wo._fp8.recipe == recipes.DelayedScaling(amax_history_len=4)
     assert attention.qkv_linear.wqkv._fp8.recipe == recipes.Float8RowwiseScaling()
     with pytest.raises(ValueError, match=r"recipe\['name'\] must be one of .*; got 'rowwise'"):
-        built("llama3", recipe="rowwise")
+        build_model("llama3", recipe="rowwise")
     with pytest.raises(ValueError, match="no layer is called 'output'"):
-        built("llama3", exclude=["output"], strict=True)
+        build_model("llama3", exclude=["output"], strict=True)
 
 
-def test_plain_keys_and_values_and_configuration_as_plain_data():
-    model = built("llama3")
-    plain = spec("llama3").model
-    json.dumps(spec("llama3", recipe=recipes.DelayedScaling()).model.float8.to_dict())
+def test_a_converted_model_has_the_state_of_the_plain_one():
+    model = build_model("llama3")
+    plain_config = model_spec_of("llama3").model
+    json.dumps(model_spec_of("llama3", recipe=recipes.DelayedScaling()).model.float8.to_dict())
     torch.manual_seed(0)
-    other = llama3.Llama3Model.Config(
-        **{name: getattr(plain, name) for name in ("dim", "vocab_size", "lm_head", "tok_embeddings",
-                                                   "norm", "layers")}
+    plain_model = llama3.Llama3Model.Config(
+        **{name: getattr(plain_config, name) for name in (
+            "dim", "vocab_size", "lm_head", "tok_embeddings", "norm", "layers",
+        )}
     ).build()  # fmt: skip
-    other.init_states()
-    mine, theirs = model.state_dict(), other.state_dict()
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    plain_model.init_states()
+    converted_state, plain_state = model.state_dict(), plain_model.state_dict()
+    assert converted_state.keys() == plain_state.keys()
+    assert all(torch.equal(converted_state[key], plain_state[key]) for key in converted_state)
 
 
 @pytest.mark.parametrize("recipe", ["Float8CurrentScaling", "Float8BlockScaling"])
-def test_grouped_experts(recipe):
-    experts = built("deepseek_v3", recipe=recipe).layers["1"].moe.routed_experts.inner_experts
+def test_grouped_experts_run_in_fp8(recipe):
+    experts = build_model("deepseek_v3", recipe=recipe).layers["1"].moe.routed_experts.inner_experts
     assert isinstance(experts, GroupedExperts)
     counts = torch.tensor([5, 0, 17, 1, 9, 0, 0, 32])
     x = torch.randn(64, 256, requires_grad=True)
     inputs, results = [x, *experts.parameters()], []
     for enabled in (True, False):
-        with float8lab.autocast(enabled=enabled), float8lab.count_gemms() as seen:
+        with float8lab.autocast(enabled=enabled), float8lab.count_gemms() as counter:
             y = experts(x, counts)
-            found = torch.autograd.grad(y, inputs, torch.linspace(-1, 2, y.numel()).view(y.shape))
-        assert (seen.fp8, seen.high_precision) == ((9, 0) if enabled else (0, 9))
-        results.append([y.detach(), *found])
+            gradients = torch.autograd.grad(
+                y, inputs, torch.linspace(-1, 2, y.numel()).view(y.shape)
+            )
+        assert (counter.fp8, counter.high_precision) == ((9, 0) if enabled else (0, 9))
+        results.append([y.detach(), *gradients])
     for fp8, exact in zip(*results, strict=True):
         assert 0 < (fp8 - exact).norm() < 0.2 * exact.norm()
 
 
-def quiet() -> None:
-    """Ignore what it and what it uses are deprecated for, and warn of."""
+def ignore_warnings() -> None:
+    """Ignore the warnings of torchtitan and of the packages that it uses."""
     for module in (
         "torchtitan", "torchdata", "torch", "datasets", "importlib", "pydantic", "wandb",
     ):  # fmt: skip
         warnings.filterwarnings("ignore", module=rf"{module}($|\.)")
 
 
-def prepare(ranks: Ranks) -> None:
-    """Let its trainer run on the processes of the test, and on gloo."""
-    quiet()
+def prepare_trainer(ranks: Ranks) -> None:
+    """Let torchtitan's trainer run on the processes of the test, and on gloo."""
+    ignore_warnings()
     os.environ["LOCAL_RANK"] = str(ranks.rank)
-    torch.autograd.set_multithreading_enabled(False)  # as its own start of the processes does
-    torchtitan.trainer.time = SimpleNamespace(  # it waits two seconds at the end
+    torch.autograd.set_multithreading_enabled(False)  # as torchtitan's launch of the processes does
+    torchtitan.trainer.time = SimpleNamespace(  # the trainer sleeps two seconds at the end
         sleep=lambda _: None, perf_counter=time.perf_counter
     )
     words = {str(number): number for number in range(256)} | {"<bos>": 256, "<eos>": 257}
@@ -171,21 +176,21 @@ def prepare(ranks: Ranks) -> None:
     text_datasets.DATASETS["c4_test"] = DatasetConfig(
         path="", loader=lambda _: Dataset.from_list(rows), sample_processor=lambda row: row["text"]
     )
-    torchtitan.trainer.Trainer.init_distributed = one_mesh
+    torchtitan.trainer.Trainer.init_distributed = shared_dimensions
     if ranks.device.type == "cpu":
         fsdp.disable_fsdp_gradient_division = sum_gradients
 
 
-DIMENSIONS: dict[tuple[str, int], Any] = {}
+SHARED_DIMENSIONS: dict[tuple[str, int], Any] = {}
 
 
-def one_mesh(trainer: Any) -> Any:
-    """The meshes of an earlier trainer: DTensor takes equal ones for one, FSDP2 does not."""
-    said = trainer.config.parallelism
-    kind = said.spmd_backend, said.tensor_parallel_degree
-    if kind not in DIMENSIONS:
-        DIMENSIONS[kind] = ParallelDims.from_config(said, dist.get_world_size())
-    return DIMENSIONS[kind]
+def shared_dimensions(trainer: Any) -> Any:
+    """Return the meshes of an earlier trainer: for DTensor equal meshes are one, for FSDP2 not."""
+    options = trainer.config.parallelism
+    kind = options.spmd_backend, options.tensor_parallel_degree
+    if kind not in SHARED_DIMENSIONS:
+        SHARED_DIMENSIONS[kind] = ParallelDims.from_config(options, dist.get_world_size())
+    return SHARED_DIMENSIONS[kind]
 
 
 def sum_gradients(model: nn.Module) -> None:
@@ -196,35 +201,35 @@ def sum_gradients(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def job(ranks: Ranks, family: str, settings: dict[str, Any], **said: Any) -> Any:
-    """Its configuration of a debug model, smaller; ``settings`` are dotted names."""
+def job_config(ranks: Ranks, family: str, settings: dict[str, Any], **options: Any) -> Any:
+    """torchtitan's configuration of a debug model, smaller; ``settings`` are dotted names."""
     config = getattr(FAMILIES[family][1], f"{family}_debugmodel")()
-    config.model_spec = spec(family, **said)
+    config.model_spec = model_spec_of(family, **options)
     config.hf_assets_path = str(ranks.tmp_path / f"tokenizer{ranks.rank}")
     config.dump_folder = str(ranks.tmp_path)
-    given = {
+    all_settings = {
         "training.local_batch_size": 2, "training.seq_len": 32, "training.steps": STEPS,
         "training.disable_cuda_graphs": True, "validator.enable": False, "debug.seed": 0,
         "metrics.log_freq": 1, "activation_checkpoint": None, "compile.components": ["model"],
         "compile.backend": "aot_eager", **settings,
     }  # fmt: skip
-    for name, value in given.items():
-        *path, last = name.split(".")
+    for name, value in all_settings.items():
+        *path, field = name.split(".")
         owner: Any = config
         for part in path:
             owner = getattr(owner, part)
-        setattr(owner, last, value)
+        setattr(owner, field, value)
     return config
 
 
 def train(config: Any) -> dict[str, Tensor]:
-    """Run its trainer; this rank's part of each parameter, and of its optimizer's state."""
+    """Run a trainer; return the local shards of the parameters and of the optimizer's state."""
     trainer = config.build()
     try:
         trainer.train()
     finally:
         trainer.close()
-        gc.enable()  # it turns this off
+        gc.enable()  # the trainer disables it
     model = trainer.model_parts[0]
     state = {name: p.to_local().detach().clone() for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
@@ -233,16 +238,18 @@ def train(config: Any) -> dict[str, Tensor]:
     return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in state.items()}
 
 
-def assert_equal(mine: dict[str, Tensor], other: dict[str, Tensor], *, norms: bool = True) -> None:
-    """All are the same bytes; ``norms=False``: but for the weights of norms."""
-    names = [name for name in mine if norms or "norm" not in name]
-    assert mine.keys() == other.keys()
-    wrong = [name for name in names if not torch.equal(mine[name], other[name])]
-    assert not wrong, wrong
+def assert_equal(
+    state: dict[str, Tensor], expected: dict[str, Tensor], *, norms: bool = True
+) -> None:
+    """Assert that all states are equal; ``norms=False`` excludes the weights of norms."""
+    names = [name for name in state if norms or "norm" not in name]
+    assert state.keys() == expected.keys()
+    unequal = [name for name in names if not torch.equal(state[name], expected[name])]
+    assert not unequal, unequal
 
 
-def check_fsdp_and_recomputed(ranks: Ranks) -> None:
-    prepare(ranks)
+def check_fsdp_with_each_checkpointing_gives_equal_parameters(ranks: Ranks) -> None:
+    prepare_trainer(ranks)
     for family in FAMILIES:
         states = []
         cases = ("partial_dtensor", "none"), *(("spmd_types", ac) for ac in CHECKPOINTING)
@@ -251,19 +258,20 @@ def check_fsdp_and_recomputed(ranks: Ranks) -> None:
                 "parallelism.spmd_backend": backend,
                 "activation_checkpoint": CHECKPOINTING[ac],
             }
-            with float8lab.count_gemms() as gemms, Collectives() as seen:
-                states.append(train(job(ranks, family, settings)))
-            assert torch.uint8 in {dtype for dtype, _ in seen.of("allgather")}
+            with float8lab.count_gemms() as gemms, Collectives() as collectives:
+                states.append(train(job_config(ranks, family, settings)))
+            assert torch.uint8 in {dtype for dtype, _ in collectives.of("allgather")}
             high = {name for name in gemms.high_precision_by_module if name.startswith("layers")}
             assert {name.rpartition(".")[2] for name in high} <= {"inner_attention", "gate"}
-            products = 4 if ac in ("selective", "full") else 3  # forward again, dgrad and wgrad
-            assert gemms.fp8 == STEPS * products * LINEAR_LAYERS[family]
+            # Forward, recomputed forward, dgrad and wgrad; else three.
+            gemms_per_layer = 4 if ac in ("selective", "full") else 3
+            assert gemms.fp8 == STEPS * gemms_per_layer * LINEAR_LAYERS[family]
         for state in states[1:]:
             assert_equal(states[0], state)
 
 
-def check_tensor_parallel_of_plain_shards_and_dtensors(ranks: Ranks) -> None:
-    prepare(ranks)
+def check_tensor_parallel_backends_give_equal_parameters(ranks: Ranks) -> None:
+    prepare_trainer(ranks)
     for family in FAMILIES:
         states = []
         for backend in ("partial_dtensor", "spmd_types"):
@@ -271,42 +279,42 @@ def check_tensor_parallel_of_plain_shards_and_dtensors(ranks: Ranks) -> None:
                 "parallelism.spmd_backend": backend,
                 "parallelism.tensor_parallel_degree": ranks.world,
             }
-            # Gathered in FP8, as DTensors alone are, a weight is rounded once and not twice.
+            # Only DTensors are gathered in FP8, which rounds a weight once and not twice.
             with float8lab.count_gemms() as gemms:
-                states.append(train(job(ranks, family, settings, fp8_all_gather=False)))
+                states.append(train(job_config(ranks, family, settings, fp8_all_gather=False)))
             assert gemms.fp8 == STEPS * 3 * LINEAR_LAYERS[family]
-        # The gradients of norms' weights are sums over ranks, of bfloat16 in DTensors alone.
+        # Gradients of norm weights are sums over ranks, in bfloat16 only with DTensors.
         assert_equal(*states, norms=False)
 
 
-class Operands:
-    """Keeps what each GEMM multiplies: by the layer's name, the GEMM's, and the side."""
+class OperandRecorder:
+    """Keeps the operands of each GEMM, by layer name, kind of GEMM and side."""
 
     def __init__(self) -> None:
-        self.seen: dict[tuple[str, str, int], Tensor] = {}
+        self.values: dict[tuple[str, str, int], Tensor] = {}
 
     def saw_cast(self, *args: Any) -> None:
-        """Casts are seen as operands."""
+        """The GEMMs receive the casts as operands."""
 
     def saw_gemm(self, kind: str, call: Any, *operands: Any) -> None:
-        """Keep the values, which the data and the scales say."""
+        """Keep the values, computed from the data and the scales."""
         for side, (data, scale) in enumerate(operands):
-            self.seen[call.precision.name, kind, side] = data.float() * scale
+            self.values[call.precision.name, kind, side] = data.float() * scale
 
 
 def operands_of(model: Any, x: Tensor, dy: Tensor) -> dict[tuple[str, str, int], Tensor]:
-    with observing(Operands()) as kept:
+    with observing(OperandRecorder()) as recorder:
         model(x.requires_grad_()).backward(dy)
-    return kept.seen
+    return recorder.values
 
 
-def check_operands_of_plain_shards(ranks: Ranks) -> None:
-    """They are those of one rank's: of x, weights and gradients, rows or columns."""
-    prepare(ranks)
+def check_operands_of_plain_shards_equal_those_of_one_rank(ranks: Ranks) -> None:
+    """The operands (x, weights, gradients) are the rows or columns of those of one rank."""
+    prepare_trainer(ranks)
     config = ParallelismConfig(tensor_parallel_degree=ranks.world)
-    dims = one_mesh(SimpleNamespace(config=SimpleNamespace(parallelism=config)))
+    dims = shared_dimensions(SimpleNamespace(config=SimpleNamespace(parallelism=config)))
     utils.set_spmd_backend("spmd_types")
-    # M tokens, N out features, K in features; the second name of a pair is what is summed over.
+    # M tokens, N out features, K in features; the sum runs over the second axis of each pair.
     sides = {"fprop": ("MK", "NK"), "dgrad": ("MN", "KN"), "wgrad": ("NM", "KM")}
     for recipe in ("Float8CurrentScaling", "Float8RowwiseScaling"):
         models = []
@@ -318,45 +326,48 @@ def check_operands_of_plain_shards(ranks: Ranks) -> None:
             torch.manual_seed(0)
             models.append(Float8Converter.Config(recipe=recipe).build().convert(layer).build())
             models[-1].init_states()
-        alone, spread = models
+        unsharded, sharded = models
         x, dy = torch.randn(2, 2, 32, 256)
-        x[0, 0] *= 9  # tokens of one rank alone
-        whole = operands_of(alone, x, dy)
+        x[0, 0] *= 9  # only tokens of one rank
+        unsharded_operands = operands_of(unsharded, x, dy)
         with utils.get_spmd_context(parallel_dims=dims)():
-            spread.parallelize(dims)
-            parts = [t.chunk(ranks.world, 1)[ranks.rank].contiguous() for t in (x.detach(), dy)]
-            mine = operands_of(spread, *parts)
-        assert mine.keys() == whole.keys()
-        assert len(mine) == 3 * 3 * 2
-        for (name, kind, side), value in mine.items():
-            cut = "K" if name == "w2" else "N"
-            want, axes = whole[name, kind, side], sides[kind][side]
-            if cut in axes:
-                want = want.chunk(ranks.world, axes.index(cut))[ranks.rank]
-            assert torch.equal(value, want), (recipe, name, kind, side)
+            sharded.parallelize(dims)
+            local_inputs = [
+                t.chunk(ranks.world, 1)[ranks.rank].contiguous() for t in (x.detach(), dy)
+            ]
+            local_operands = operands_of(sharded, *local_inputs)
+        assert local_operands.keys() == unsharded_operands.keys()
+        assert len(local_operands) == 3 * 3 * 2
+        for (name, kind, side), value in local_operands.items():
+            sharded_axis = "K" if name == "w2" else "N"
+            expected, axes = unsharded_operands[name, kind, side], sides[kind][side]
+            if sharded_axis in axes:
+                expected = expected.chunk(ranks.world, axes.index(sharded_axis))[ranks.rank]
+            assert torch.equal(value, expected), (recipe, name, kind, side)
 
 
-def check_checkpoint_resumes(ranks: Ranks) -> None:
-    prepare(ranks)
+def check_a_resumed_job_gives_equal_parameters(ranks: Ranks) -> None:
+    prepare_trainer(ranks)
     for family, degree in (("deepseek_v3", 1), ("llama3", ranks.world)):
         settings = {
             "checkpoint.enable": True, "checkpoint.interval": 1, "checkpoint.folder": family,
             "parallelism.tensor_parallel_degree": degree,
         }  # fmt: skip
-        whole = train(job(ranks, family, settings))
-        resumed = train(job(ranks, family, {**settings, "checkpoint.load_step": 1}))
-        assert_equal(whole, resumed)
+        uninterrupted = train(job_config(ranks, family, settings))
+        resumed = train(job_config(ranks, family, {**settings, "checkpoint.load_step": 1}))
+        assert_equal(uninterrupted, resumed)
 
 
-def check_compiled(ranks: Ranks) -> None:
-    prepare(ranks)
+def check_a_compiled_job_gives_equal_parameters(ranks: Ranks) -> None:
+    prepare_trainer(ranks)
     for family, degree in (("deepseek_v3", 1), ("llama3", ranks.world)):
         settings = {"training.steps": 1, "parallelism.tensor_parallel_degree": degree}
         states = []
         for enabled in (False, True):
-            state = train(job(ranks, family, {**settings, "compile.enable": enabled}))
+            state = train(job_config(ranks, family, {**settings, "compile.enable": enabled}))
             states.append({name.replace("_orig_mod.", ""): value for name, value in state.items()})
-        # Compiled, the norms that torch decomposes add up the gradients of weights otherwise.
+        # In a compiled model torch decomposes norms, which sums the gradients of weights in another
+        # order.
         assert_equal(*states, norms=False)
 
 

@@ -1,4 +1,4 @@
-"""Predicted steps: what must hold between meshes, and what others published."""
+"""Tests of predicted step times: relations between meshes, and results that others published."""
 
 from dataclasses import replace
 
@@ -15,89 +15,89 @@ JOB = Job(batch=64)
 DELAYED = RECIPES["delayed"]
 
 
-def seconds(mesh, size=LARGE, recipe=None, **how):
-    return predict(size, recipe, replace(JOB, **how), mesh).gpu
+def seconds(mesh, size=LARGE, recipe=None, **job_options):
+    return predict(size, recipe, replace(JOB, **job_options), mesh).gpu
 
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES.values()], ids=["bfloat16", *RECIPES])
-def test_one_gpu_communicates_nothing(recipe):
-    found = predict(SMALL, recipe, JOB, Mesh())
-    assert set(found.gpu) == set(KINDS)
-    assert all(found.gpu[kind] == 0 for kind in KINDS if kind not in COMPUTE)
-    assert found.gpu["sharding"] == 0 < found.gpu["gemm"]
-    assert (found.gpu["quantize"] > 0) == (recipe is not None)
-    assert not found.fits  # 16 bytes a parameter, of 8 billion
+def test_a_step_on_one_gpu_has_no_communication(recipe):
+    step = predict(SMALL, recipe, JOB, Mesh())
+    assert set(step.gpu) == set(KINDS)
+    assert all(step.gpu[kind] == 0 for kind in KINDS if kind not in COMPUTE)
+    assert step.gpu["sharding"] == 0 < step.gpu["gemm"]
+    assert (step.gpu["quantize"] > 0) == (recipe is not None)
+    assert not step.fits  # 16 bytes per parameter, for 8 billion parameters
 
 
 @pytest.mark.parametrize("axis", ["dp", "tp", "cp", "pp", "ep"])
-def test_each_axis_divides_the_work_and_pays_for_it(axis):
+def test_each_mesh_axis_divides_the_gemms_and_adds_its_cost(axis):
     size = EXPERTS if axis == "ep" else LARGE
-    one, many = Mesh(dp=4), Mesh(dp=4, **{axis: 4} if axis != "dp" else {})
+    small_mesh, large_mesh = Mesh(dp=4), Mesh(dp=4, **{axis: 4} if axis != "dp" else {})
     if axis == "dp":
-        one, many = Mesh(), Mesh(dp=4)
-    alone, shared = seconds(one, size), seconds(many, size)
-    paid = {"dp": "sharding", "tp": "tp", "cp": "attention", "pp": "bubble", "ep": "ep"}[axis]
+        small_mesh, large_mesh = Mesh(), Mesh(dp=4)
+    small_times, large_times = seconds(small_mesh, size), seconds(large_mesh, size)
+    cost_kind = {"dp": "sharding", "tp": "tp", "cp": "attention", "pp": "bubble", "ep": "ep"}[axis]
     if axis != "ep":
-        ratio = shared["gemm"] / alone["gemm"]
+        ratio = large_times["gemm"] / small_times["gemm"]
         assert ratio == pytest.approx(1 / 4, rel=0.05)
-    assert shared[paid] > alone[paid] / (4 if axis == "cp" else 1)
+    assert large_times[cost_kind] > small_times[cost_kind] / (4 if axis == "cp" else 1)
 
 
-def test_fp8_halves_what_is_gathered():
-    high, fp8 = (seconds(Mesh(dp=1, tp=8), recipe=recipe)["tp"] for recipe in (None, DELAYED))
-    assert fp8 / high == pytest.approx(0.7, rel=0.02)  # 6 of 10 by half
+def test_fp8_all_gathers_take_half_the_time():
+    bfloat16, fp8 = (seconds(Mesh(dp=1, tp=8), recipe=recipe)["tp"] for recipe in (None, DELAYED))
+    assert fp8 / bfloat16 == pytest.approx(0.7, rel=0.02)  # 6 of 10 collectives take half the time
     hidden = seconds(Mesh(dp=1, tp=8), tp_overlap=1.0)["tp"]
     assert hidden == 0
 
 
-def test_recomputing_takes_time_and_saves_memory():
-    kept, again = (
+def test_recompute_takes_time_and_saves_memory():
+    saved, recomputed = (
         predict(LARGE, DELAYED, replace(JOB, recompute=recompute), Mesh(dp=64))
         for recompute in (False, True)
     )
-    assert 1.2 < again.seconds / kept.seconds < 1.35
-    assert again.memory["activations"] < kept.memory["activations"] / 5
-    assert again.memory["optimizer"] == kept.memory["optimizer"]
+    assert 1.2 < recomputed.seconds / saved.seconds < 1.35
+    assert recomputed.memory["activations"] < saved.memory["activations"] / 5
+    assert recomputed.memory["optimizer"] == saved.memory["optimizer"]
 
 
-def test_memory_of_states_is_what_is_left_of_the_parameters():
-    found = predict(LARGE, None, JOB, Mesh(dp=8, tp=8)).memory
-    assert found["parameters"] == pytest.approx(4 * LARGE.parameters / 64)
-    assert found["optimizer"] == 2 * found["parameters"]
+def test_memory_of_parameters_and_optimizer_is_sharded():
+    memory = predict(LARGE, None, JOB, Mesh(dp=8, tp=8)).memory
+    assert memory["parameters"] == pytest.approx(4 * LARGE.parameters / 64)
+    assert memory["optimizer"] == 2 * memory["parameters"]
 
 
-def test_a_network_card_for_each_gpu():
+def test_link_times_of_one_host_and_of_two():
     links = Links()
-    near, far = (links.seconds(1e9, 8, stride) for stride in (1, 8))
-    assert far / near == pytest.approx(links.nvlink / links.network, rel=0.01)
-    whole = links.seconds(1e9, 16, 1)
-    assert near < whole < far
-    assert links.seconds(1e9, 16, 1, ring=True) > whole
+    within_host, across_hosts = (links.seconds(1e9, 8, stride) for stride in (1, 8))
+    assert across_hosts / within_host == pytest.approx(links.nvlink / links.network, rel=0.01)
+    two_hosts = links.seconds(1e9, 16, 1)
+    assert within_host < two_hosts < across_hosts
+    assert links.seconds(1e9, 16, 1, ring=True) > two_hosts
     assert links.seconds(1e9, 1, 1) == 0
 
 
-def test_meshes_are_of_all_gpus():
-    found = list(meshes(EXPERTS, 16, 8192, Links()))
-    assert all(mesh.gpus == 16 and not mesh.why_not(EXPERTS, 8192) for mesh in found)
-    assert len(set(found)) == len(found) > 50
-    assert {mesh.ep for mesh in found} == {1, 2, 4, 8, 16}
+def test_meshes_use_all_gpus_and_are_unique():
+    candidates = list(meshes(EXPERTS, 16, 8192, Links()))
+    assert all(mesh.gpus == 16 and not mesh.why_not(EXPERTS, 8192) for mesh in candidates)
+    assert len(set(candidates)) == len(candidates) > 50
+    assert {mesh.ep for mesh in candidates} == {1, 2, 4, 8, 16}
 
 
-def test_the_fastest_mesh_fits_and_is_no_slower_than_any():
-    found = fastest(LARGE, DELAYED, JOB, 64)
-    fitting = [step for step in found if step.fits]
-    assert found[0].fits
-    assert found[0].seconds == min(step.seconds for step in fitting)
-    assert all(step.fits for step in found[: len(fitting)])
+def test_the_first_mesh_fits_and_is_the_fastest():
+    steps = fastest(LARGE, DELAYED, JOB, 64)
+    fitting = [step for step in steps if step.fits]
+    assert steps[0].fits
+    assert steps[0].seconds == min(step.seconds for step in fitting)
+    assert all(step.fits for step in steps[: len(fitting)])
 
 
-def test_a_step_that_fits_nowhere_is_the_one_of_least_memory():
-    found = fastest(KNOWN["llama-3-405b"], DELAYED, Job(batch=8), 8)
-    assert not found[0].fits
-    assert found[0].bytes == min(step.bytes for step in found)
+def test_if_no_step_fits_the_first_needs_the_least_memory():
+    steps = fastest(KNOWN["llama-3-405b"], DELAYED, Job(batch=8), 8)
+    assert not steps[0].fits
+    assert steps[0].bytes == min(step.bytes for step in steps)
 
 
-def test_no_step_where_the_batch_cannot_be_shared():
+def test_a_batch_that_the_mesh_cannot_divide_has_no_step():
     assert best(SMALL, None, Job(batch=3), Mesh(dp=2)) is None
     with pytest.raises(ValueError, match=r"batch must be a multiple of .* \(4\); got 6"):
         predict(SMALL, None, Job(batch=6, micro=2), Mesh(dp=2))
@@ -111,17 +111,17 @@ def test_fp8_gains_less_from_fewer_tokens():
     assert gains[32768]["current"] > 1.2 > 1 > gains[256]["current"]
 
 
-def test_products_of_a_rank():
-    found = gemms_of_rank(LARGE, JOB, Mesh(tp=8), {"delayed": DELAYED})
-    assert [(p.N, p.K) for p in found] == [
+def test_gemms_of_a_rank_have_local_sizes():
+    gemms = gemms_of_rank(LARGE, JOB, Mesh(tp=8), {"delayed": DELAYED})
+    assert [(p.N, p.K) for p in gemms] == [
         (1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584),
     ]  # fmt: skip
-    assert all(p.gains["delayed"] > 1.4 for p in found)
+    assert all(p.gains["delayed"] > 1.4 for p in gemms)
 
 
-@pytest.mark.parametrize("one", PUBLISHED, ids=lambda one: one.label)
-def test_published_gains_are_within_10_percent(one):
-    assert 0.9 * one.least <= one.predicted() <= 1.1 * one.most
+@pytest.mark.parametrize("publication", PUBLISHED, ids=lambda one: one.label)
+def test_predicted_gains_are_within_10_percent_of_published_ones(publication):
+    assert 0.9 * publication.least <= publication.predicted() <= 1.1 * publication.most
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,6 @@ def test_published_gains_are_within_10_percent(one):
         ("tp=0", 2, "mesh tp must be an integer of at least 1; got 0"),
     ],
 )
-def test_wrong_meshes(text, gpus, message):
+def test_wrong_meshes_raise(text, gpus, message):
     with pytest.raises(ValueError, match=message):
         parse(text, gpus)

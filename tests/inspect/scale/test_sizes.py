@@ -1,4 +1,4 @@
-"""Sizes of models: known ones, as told, from configuration files."""
+"""Tests of model sizes: known models, sizes given as text, and configuration files."""
 
 import json
 
@@ -37,35 +37,35 @@ def write(tmp_path):
     [("gpt2-124m", 0.124), ("llama-3-1b", 1.24), ("llama-3-8b", 8.03), ("llama-3-70b", 70.6),
      ("llama-3-405b", 405.9), ("mixtral-8x7b", 46.7), ("qwen3-30b-a3b", 30.5)],
 )  # fmt: skip
-def test_parameters_of_known_models_are_those_published(name, billions):
+def test_known_models_have_the_published_number_of_parameters(name, billions):
     assert model_size(name).parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_a_configuration_has_the_sizes_of_the_known_model(write):
-    found = model_size(str(write(LLAMA).parent))
-    assert found.parameters == KNOWN["llama-3-8b"].parameters
-    assert found.attention_weights(2) == KNOWN["llama-3-8b"].attention_weights(2)
+    size = model_size(str(write(LLAMA).parent))
+    assert size.parameters == KNOWN["llama-3-8b"].parameters
+    assert size.attention_weights(2) == KNOWN["llama-3-8b"].attention_weights(2)
     nested = model_size(str(write({"text_config": LLAMA})))
-    assert nested.parameters == found.parameters
+    assert nested.parameters == size.parameters
 
 
-def test_a_model_without_a_gate(write):
-    found = model_size(str(write({**GPT2, "n_inner": None, "tie_word_embeddings": True})))
-    assert not found.gated
-    assert found.parameters == KNOWN["gpt2-124m"].parameters
+def test_a_configuration_of_a_model_without_a_gate(write):
+    size = model_size(str(write({**GPT2, "n_inner": None, "tie_word_embeddings": True})))
+    assert not size.gated
+    assert size.parameters == KNOWN["gpt2-124m"].parameters
 
 
-def test_experts_and_what_all_tokens_share(write):
-    found = model_size(str(write(MOE)))
-    assert (found.experts, found.active, found.ffn, found.shared) == (60, 4, 1408, 5632)
-    assert found.expert_parameters == 60 * 3 * 1408 * 4096
-    assert found.dense_parameters == 3 * 5632 * 4096 + 60 * 4096
+def test_a_configuration_with_routed_and_shared_experts(write):
+    size = model_size(str(write(MOE)))
+    assert (size.experts, size.active, size.ffn, size.shared) == (60, 4, 1408, 5632)
+    assert size.expert_parameters == 60 * 3 * 1408 * 4096
+    assert size.dense_parameters == 3 * 5632 * 4096 + 60 * 4096
 
 
-def test_sizes_in_words():
-    found = model_size("layers=2,width=64,heads=4,groups=2,ffn=128,vocabulary=10,gated=0,tied=1")
-    assert found.parameters == 2 * (128 * 64 + 64**2 + 2 * 128 * 64) + 640
-    assert not found.gated
+def test_sizes_given_as_text():
+    size = model_size("layers=2,width=64,heads=4,groups=2,ffn=128,vocabulary=10,gated=0,tied=1")
+    assert size.parameters == 2 * (128 * 64 + 64**2 + 2 * 128 * 64) + 640
+    assert not size.gated
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_sizes_in_words():
         ),
     ],
 )
-def test_wrong_sizes(text, message):
+def test_wrong_sizes_raise(text, message):
     with pytest.raises(ValueError, match=message):
         model_size(text)
 
@@ -104,7 +104,7 @@ def test_wrong_sizes(text, message):
         ({**LLAMA, "hidden_size": 4096.5}, "must have a whole number for hidden_size; got 4096.5"),
     ],
 )
-def test_wrong_configurations(write, config, message):
+def test_wrong_configurations_raise(write, config, message):
     path = str(write(config))
     with pytest.raises(ValueError, match=message):
         model_size(path)

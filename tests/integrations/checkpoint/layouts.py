@@ -1,6 +1,6 @@
-"""A decoder in plain PyTorch, and its weights as Transformer Engine and Megatron-LM lay them out.
+"""A decoder in plain PyTorch, and its weights in the layouts of Transformer Engine and Megatron-LM.
 
-Written from the facts about these libraries' checkpoints; no code of theirs is needed to make them.
+Written from the facts about the checkpoints of these libraries, without any of their code.
 """
 
 import argparse
@@ -23,32 +23,32 @@ HIDDEN, HEADS, GROUPS, HEAD, FFN, LAYERS, WORDS = 32, 8, 4, 4, 48, 4, 50
 
 
 class Layer(nn.Module):
-    """Causal attention and an MLP: of a Llama, or of a GPT with biases."""
+    """Causal attention and an MLP, of a Llama or of a GPT with biases."""
 
     def __init__(self, llama: bool) -> None:
         super().__init__()
         self.llama = llama
-        make = {"bias": not llama}
+        options = {"bias": not llama}
         norm = nn.RMSNorm if llama else nn.LayerNorm
         self.first, self.second = norm(HIDDEN, eps=1e-5), norm(HIDDEN, eps=1e-5)
-        self.q = nn.Linear(HIDDEN, HEADS * HEAD, **make)
-        self.k, self.v = (nn.Linear(HIDDEN, GROUPS * HEAD, **make) for _ in "kv")
-        self.proj = nn.Linear(HEADS * HEAD, HIDDEN, **make)
-        self.up, self.down = nn.Linear(HIDDEN, FFN, **make), nn.Linear(FFN, HIDDEN, **make)
+        self.q = nn.Linear(HIDDEN, HEADS * HEAD, **options)
+        self.k, self.v = (nn.Linear(HIDDEN, GROUPS * HEAD, **options) for _ in "kv")
+        self.proj = nn.Linear(HEADS * HEAD, HIDDEN, **options)
+        self.up, self.down = nn.Linear(HIDDEN, FFN, **options), nn.Linear(FFN, HIDDEN, **options)
         if llama:
             self.gate = nn.Linear(HIDDEN, FFN, bias=False)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[S, B, HIDDEN]`` to the same."""
+        """Map ``[S, B, HIDDEN]`` to ``[S, B, HIDDEN]``."""
         y = self.first(x)
-        q, k, v = (part(y).unflatten(-1, (-1, HEAD)) for part in (self.q, self.k, self.v))
-        k, v = (part.repeat_interleave(HEADS // GROUPS, 2) for part in (k, v))
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
+        q, k, v = (tensor(y).unflatten(-1, (-1, HEAD)) for tensor in (self.q, self.k, self.v))
+        k, v = (tensor.repeat_interleave(HEADS // GROUPS, 2) for tensor in (k, v))
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
         scores = (q @ k.mT) / HEAD**0.5
-        hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-        y = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+        future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        y = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
         x = x + self.proj(y.permute(2, 0, 1, 3).flatten(2))
         y = self.second(x)
         y = (
@@ -59,110 +59,110 @@ class Layer(nn.Module):
         return x + self.down(y)
 
 
-def part(x: Tensor, tp: int, rank: int, dim: int = 0) -> Tensor:
+def shard(x: Tensor, tp: int, rank: int, dim: int = 0) -> Tensor:
     return x.chunk(tp, dim)[rank].clone()
 
 
-def kinds(layer: Layer) -> list[str]:
+def parameter_kinds(layer: Layer) -> list[str]:
     return ["weight"] if layer.llama else ["weight", "bias"]
 
 
-def heads(layer: Layer, kind: str, tp: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def local_heads(layer: Layer, kind: str, tp: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's query, key and value heads: ``[groups, heads in a group or 1, HEAD, ...]``."""
     q, k, v = (getattr(getattr(layer, name), kind).detach() for name in "qkv")
-    own = [part(x.unflatten(0, (GROUPS, -1, HEAD)), tp, rank) for x in (q, k, v)]
-    return own[0], own[1], own[2]
+    local_shards = [shard(x.unflatten(0, (GROUPS, -1, HEAD)), tp, rank) for x in (q, k, v)]
+    return local_shards[0], local_shards[1], local_shards[2]
 
 
-def qkv(layer: Layer, kind: str, tp: int, rank: int) -> Tensor:
-    """Group by group: its query heads, its key head, its value head."""
-    return torch.cat(heads(layer, kind, tp, rank), 1).flatten(0, 2)
+def grouped_qkv(layer: Layer, kind: str, tp: int, rank: int) -> Tensor:
+    """For each group its query heads, then its key head, then its value head."""
+    return torch.cat(local_heads(layer, kind, tp, rank), 1).flatten(0, 2)
 
 
-def fc1(layer: Layer, kind: str, tp: int, rank: int) -> Tensor:
-    """This rank's part of the gate's features, and below it that of the others."""
+def local_fc1(layer: Layer, kind: str, tp: int, rank: int) -> Tensor:
+    """This rank's features of the gate, followed by this rank's features of the up layer."""
     names = ["gate", "up"] if layer.llama else ["up"]
-    return torch.cat([part(getattr(getattr(layer, n), kind).detach(), tp, rank) for n in names])
+    return torch.cat([shard(getattr(getattr(layer, n), kind).detach(), tp, rank) for n in names])
 
 
-def rows(layer: nn.Linear, kind: str, tp: int, rank: int) -> Tensor:
-    """Input features, and the whole bias."""
+def row_parallel(layer: nn.Linear, kind: str, tp: int, rank: int) -> Tensor:
+    """This rank's input features of a weight, or the unsharded bias."""
     x = getattr(layer, kind).detach()
-    return x.clone() if kind == "bias" else part(x, tp, rank, 1)
+    return x.clone() if kind == "bias" else shard(x, tp, rank, 1)
 
 
 def of_transformer_engine(layer: Layer, layout: str, tp: int = 1, rank: int = 0) -> dict[str, Any]:
-    """The state dict of a TransformerLayer there; qkv "split", "grouped" or "apart"."""
+    """The state dict of a TransformerLayer there; layout of qkv: "split", "grouped" or "apart"."""
     name = "self_attention.layernorm_qkv"
     state: dict[str, Any] = {}
-    for kind in kinds(layer):
+    for kind in parameter_kinds(layer):
         state[f"{name}.layer_norm_{kind}"] = getattr(layer.first, kind).detach().clone()
         state[f"layernorm_mlp.layer_norm_{kind}"] = getattr(layer.second, kind).detach().clone()
-        own = [x.flatten(0, 2) for x in heads(layer, kind, tp, rank)]
+        local_shards = [x.flatten(0, 2) for x in local_heads(layer, kind, tp, rank)]
         if layout == "split":
-            for n, x in zip(("query", "key", "value"), own, strict=True):
+            for n, x in zip(("query", "key", "value"), local_shards, strict=True):
                 state[f"{name}.{n}_{kind}"] = x
         elif layout == "apart":
-            state[f"{name}.{kind}"] = torch.cat(own)
+            state[f"{name}.{kind}"] = torch.cat(local_shards)
         else:
-            state[f"{name}.{kind}"] = qkv(layer, kind, tp, rank)
-        state[f"self_attention.proj.{kind}"] = rows(layer.proj, kind, tp, rank)
-        state[f"layernorm_mlp.fc1_{kind}"] = fc1(layer, kind, tp, rank)
-        state[f"layernorm_mlp.fc2_{kind}"] = rows(layer.down, kind, tp, rank)
+            state[f"{name}.{kind}"] = grouped_qkv(layer, kind, tp, rank)
+        state[f"self_attention.proj.{kind}"] = row_parallel(layer.proj, kind, tp, rank)
+        state[f"layernorm_mlp.fc1_{kind}"] = local_fc1(layer, kind, tp, rank)
+        state[f"layernorm_mlp.fc2_{kind}"] = row_parallel(layer.down, kind, tp, rank)
     state[f"{name}._extra_state"] = pickled(scales(1))
     state["self_attention.proj._extra_state"] = torch.empty(0, dtype=torch.uint8)
-    state["self_attention.core_attention._extra_state"] = saved(None)
+    state["self_attention.core_attention._extra_state"] = saved_file(None)
     state["layernorm_mlp._extra_state"] = pickled(scales(2))
     return state
 
 
 def of_megatron(layer: Layer, tp: int = 1, rank: int = 0) -> dict[str, Any]:
-    """The state dict of a decoder layer there."""
+    """The state dict of a decoder layer of Megatron-LM."""
     attention, mlp = "self_attention", "mlp"
     state: dict[str, Any] = {}
-    for kind in kinds(layer):
+    for kind in parameter_kinds(layer):
         norms = [getattr(norm, kind).detach().clone() for norm in (layer.first, layer.second)]
         state |= {
-            f"{attention}.linear_proj.{kind}": rows(layer.proj, kind, tp, rank),
+            f"{attention}.linear_proj.{kind}": row_parallel(layer.proj, kind, tp, rank),
             f"{attention}.linear_qkv.layer_norm_{kind}": norms[0],
-            f"{attention}.linear_qkv.{kind}": qkv(layer, kind, tp, rank),
+            f"{attention}.linear_qkv.{kind}": grouped_qkv(layer, kind, tp, rank),
             f"{mlp}.linear_fc1.layer_norm_{kind}": norms[1],
-            f"{mlp}.linear_fc1.{kind}": fc1(layer, kind, tp, rank),
-            f"{mlp}.linear_fc2.{kind}": rows(layer.down, kind, tp, rank),
+            f"{mlp}.linear_fc1.{kind}": local_fc1(layer, kind, tp, rank),
+            f"{mlp}.linear_fc2.{kind}": row_parallel(layer.down, kind, tp, rank),
         }
-    state[f"{attention}.linear_proj._extra_state"] = saved(scales(1))
+    state[f"{attention}.linear_proj._extra_state"] = saved_file(scales(1))
     for seed, name in enumerate((f"{attention}.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")):
         state[f"{name}._extra_state"] = pickled(scales(1, seed))
     return state
 
 
-def scales(products: int, seed: int = 0) -> dict[str, Any]:
-    """Delayed scales of a module's products, as encode factors."""
+def scales(gemms: int, seed: int = 0) -> dict[str, Any]:
+    """The delayed scaling state of a module with so many GEMMs; its scales are encode factors."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        "scale_fwd": torch.rand(3 * products, generator=generator) + 1,
-        "amax_history_fwd": torch.rand(4, 3 * products, generator=generator),
-        "scale_bwd": torch.rand(2 * products, generator=generator) + 1,
-        "amax_history_bwd": torch.rand(4, 2 * products, generator=generator),
-        "extra_fp8_variables": {"num_gemms": products},
+        "scale_fwd": torch.rand(3 * gemms, generator=generator) + 1,
+        "amax_history_fwd": torch.rand(4, 3 * gemms, generator=generator),
+        "scale_bwd": torch.rand(2 * gemms, generator=generator) + 1,
+        "amax_history_bwd": torch.rand(4, 2 * gemms, generator=generator),
+        "extra_fp8_variables": {"num_gemms": gemms},
     }
 
 
-class Evil:
-    """An object that calls a function where it is unpickled."""
+class CallOnUnpickling:
+    """An object that calls a function when it is unpickled."""
 
     def __init__(self, function: Any, *values: Any) -> None:
-        self.what = function, values
+        self.call = function, values
 
     def __reduce__(self) -> Any:
-        return self.what
+        return self.call
 
 
 def pickled(state: Any) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
 
-def saved(state: Any) -> io.BytesIO:
+def saved_file(state: Any) -> io.BytesIO:
     file = io.BytesIO()
     torch.save(state, file)
     return file
@@ -185,13 +185,13 @@ class Decoder(nn.Module):
         return x
 
 
-def padded(words: Tensor, tp: int) -> Tensor:
-    """A vocabulary with rows to a multiple of 16 times the number of ranks."""
-    more = -len(words) % (16 * tp)
-    return torch.cat([words, words.new_full((more, words.shape[1]), 7.0)]).detach()
+def pad_vocabulary(words: Tensor, tp: int) -> Tensor:
+    """A vocabulary with rows added up to a multiple of 16 times the number of ranks."""
+    added_rows = -len(words) % (16 * tp)
+    return torch.cat([words, words.new_full((added_rows, words.shape[1]), 7.0)]).detach()
 
 
-def arguments(model: Decoder, tp: int, pp: int) -> dict[str, Any]:
+def megatron_arguments(model: Decoder, tp: int, pp: int) -> dict[str, Any]:
     llama = model.llama
     return {
         "num_layers": LAYERS, "hidden_size": HIDDEN, "ffn_hidden_size": FFN,
@@ -204,22 +204,22 @@ def arguments(model: Decoder, tp: int, pp: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def chunks(model: Decoder, tp: int, rank: int, pp: int, virtual: int) -> Iterator[Any]:
-    """The models of each pipeline stage: ``(stage, number, state)``; layers counted from 0."""
-    each = LAYERS // (pp * virtual)
+def stage_states(model: Decoder, tp: int, rank: int, pp: int, virtual: int) -> Iterator[Any]:
+    """The models of each pipeline stage: ``(stage, number, state)``; layers are counted from 0."""
+    layers_per_stage = LAYERS // (pp * virtual)
     for number in range(virtual):
         for stage in range(pp):
-            first = (number * pp + stage) * each
+            first = (number * pp + stage) * layers_per_stage
             state: dict[str, Any] = {}
             if first == 0:
-                words = part(padded(model.words, tp), tp, rank)
+                words = shard(pad_vocabulary(model.words, tp), tp, rank)
                 state["embedding.word_embeddings.weight"] = words
-            for i in range(each):
+            for i in range(layers_per_stage):
                 layer = of_megatron(model.layers[first + i], tp, rank)  # type: ignore[arg-type]
                 state |= {f"decoder.layers.{i}.{n}": x for n, x in layer.items()}
-            if first + each == LAYERS:
+            if first + layers_per_stage == LAYERS:
                 state["decoder.final_layernorm.weight"] = model.norm.detach()
-                state["output_layer.weight"] = part(padded(model.out, tp), tp, rank)
+                state["output_layer.weight"] = shard(pad_vocabulary(model.out, tp), tp, rank)
                 state["output_layer._extra_state"] = None
             yield stage, number, state
 
@@ -227,10 +227,10 @@ def chunks(model: Decoder, tp: int, rank: int, pp: int, virtual: int) -> Iterato
 def write_ranks(
     path: Path, model: Decoder, tp: int, pp: int = 1, virtual: int = 1, **changes: Any
 ) -> Path:
-    """A file for each rank, as Megatron's format "torch"; returns the iteration's folder."""
+    """Write a file for each rank, in Megatron's format "torch"; return the iteration's folder."""
     path.mkdir(exist_ok=True)
     (path / "latest_checkpointed_iteration.txt").write_text("7")
-    args = argparse.Namespace(**{**arguments(model, tp, pp), **changes})
+    args = argparse.Namespace(**{**megatron_arguments(model, tp, pp), **changes})
     module = types.ModuleType("megatron.core.enums")
     backend = enum.Enum("AttnBackend", ["auto"], module=module.__name__)
     backend.__qualname__ = "AttnBackend"
@@ -242,12 +242,12 @@ def write_ranks(
     try:
         for rank in range(tp):
             models: dict[int, dict[str, Any]] = {}
-            for stage, number, state in chunks(model, tp, rank, pp, virtual):
+            for stage, number, state in stage_states(model, tp, rank, pp, virtual):
                 name = "model" if virtual == 1 else f"model{number}"
                 models.setdefault(stage, {})[name] = state
             for stage, states in models.items():
-                end = f"_{stage:03d}" if pp > 1 else ""
-                folder = path / "iter_0000007" / f"mp_rank_{rank:02d}{end}"
+                suffix = f"_{stage:03d}" if pp > 1 else ""
+                folder = path / "iter_0000007" / f"mp_rank_{rank:02d}{suffix}"
                 folder.mkdir(parents=True)
                 content = {"args": args, "checkpoint_version": 3.0, "iteration": 7, **states}
                 content["rng_state"] = [{"np_rng_state": np.random.get_state()}]
@@ -260,24 +260,24 @@ def write_ranks(
 
 
 def write_distributed(path: Path, model: Decoder, *, halves: bool, save: Any) -> Path:
-    """Whole tensors, those of all layers in one, as Megatron's format "torch_dist"."""
+    """Write unsharded tensors, each with all layers stacked, in Megatron's format "torch_dist"."""
     layers = [of_megatron(layer) for layer in model.layers]  # type: ignore[arg-type]
     state: dict[str, Any] = {
-        "embedding.word_embeddings.weight": padded(model.words, 4),
+        "embedding.word_embeddings.weight": pad_vocabulary(model.words, 4),
         "decoder.final_layernorm.weight": model.norm.detach(),
-        "output_layer.weight": padded(model.out, 4),
+        "output_layer.weight": pad_vocabulary(model.out, 4),
     }
     for name in layers[0]:
         if not name.endswith("_extra_state"):
             state[f"decoder.layers.{name}"] = torch.stack([layer[name] for layer in layers])
     name = "decoder.layers.mlp.linear_fc1.weight"
     if halves:
-        whole = state.pop(name)
-        state[f"{name}_w"], state[f"{name}_v"] = (x.contiguous() for x in whole.chunk(2, 1))
+        fc1_weight = state.pop(name)
+        state[f"{name}_w"], state[f"{name}_v"] = (x.contiguous() for x in fc1_weight.chunk(2, 1))
     state["optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight"] = torch.ones(4, 2, 2)
     save(state, path)
-    own = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    (path / "metadata.json").write_text(json.dumps(own))
-    args = argparse.Namespace(**arguments(model, 4, 1))
+    metadata = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (path / "metadata.json").write_text(json.dumps(metadata))
+    args = argparse.Namespace(**megatron_arguments(model, 4, 1))
     torch.save({"args": args, "iteration": 7}, path / "common.pt")
     return path

@@ -1,4 +1,4 @@
-"""The libraries that others use, transformers and compressed-tensors: each reads the other's files.
+"""Files exchanged with transformers and compressed-tensors, which read and write the formats.
 
 Neither is among the tools that are pinned for development; without them these tests are skipped.
 """
@@ -18,7 +18,7 @@ from float8lab.tensor import Float4Tensor, Float8Tensor
 from tests.integrations.checkpoint.test_experts import block_fp8, checkpoint_of, nvfp4
 from tests.same_bytes import assert_same_bytes, assert_same_state
 
-# Libraries of other releases warn of their own parts as they are imported and used.
+# Other releases of these libraries warn about their own code on import and use.
 pytestmark = pytest.mark.filterwarnings("default")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -38,7 +38,7 @@ def llama(seed=0, dtype=torch.float32):
     return transformers.LlamaForCausalLM(config).to(dtype)
 
 
-def trained(recipe, steps=2):
+def trained_llama(recipe, steps=2):
     model = float8lab.convert_to_float8(llama(), recipe, exclude=["lm_head"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = torch.randint(64, (2, 32))
@@ -55,10 +55,10 @@ def dequantized(path, model=None):
     return model.state_dict()
 
 
-def read_by_transformers(path, **how):
-    """The model of a folder, every tensor of which must be there and fit."""
+def read_by_transformers(path, **load_options):
+    """Load a folder with Transformers; every tensor must be there and fit."""
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, output_loading_info=True, **how
+        path, dtype=torch.float32, output_loading_info=True, **load_options
     )
     assert not info["missing_keys"]
     assert not info["mismatched_keys"]
@@ -68,51 +68,51 @@ def read_by_transformers(path, **how):
 @pytest.mark.parametrize(
     "recipe", [recipes.Float8BlockScaling(), recipes.DelayedScaling()], ids=str
 )
-@pytest.mark.parametrize("most", [5_000_000_000, 300_000])
-def test_transformers_loads_block_fp8(tmp_path, recipe, most):
-    model, tokens = trained(recipe)
-    report = export(model, tmp_path / "out", "block-fp8", max_shard_size=most)
+@pytest.mark.parametrize("max_shard_size", [5_000_000_000, 300_000])
+def test_transformers_loads_block_fp8(tmp_path, recipe, max_shard_size):
+    model, tokens = trained_llama(recipe)
+    report = export(model, tmp_path / "out", "block-fp8", max_shard_size=max_shard_size)
     assert len(report.fp8) == 14
-    assert (len(report.files) > 1) == (most == 300_000)
-    theirs, info = read_by_transformers(tmp_path / "out")
+    assert (len(report.files) > 1) == (max_shard_size == 300_000)
+    transformers_model, info = read_by_transformers(tmp_path / "out")
     assert not info["unexpected_keys"]
-    ours = dequantized(tmp_path / "out")
-    assert_same_state(theirs.state_dict(), ours)
-    # Near the FP8 model: both have its weights, and this one other activations.
+    dequantized_state = dequantized(tmp_path / "out")
+    assert_same_state(transformers_model.state_dict(), dequantized_state)
+    # Near the FP8 model: both have its weights, but this one has other activations.
     with torch.no_grad():
-        y, expected = theirs(tokens).logits, model(tokens).logits
+        y, expected = transformers_model(tokens).logits, model(tokens).logits
     assert (y - expected).norm() < 0.1 * expected.norm()
 
 
-def test_transformers_files_load_here(tmp_path):
+def test_block_fp8_files_of_transformers_are_loaded(tmp_path):
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
     model = llama()
     config = transformers.FineGrainedFP8Config(modules_to_not_convert=["lm_head"])
     quantizer = transformers.quantizers.AutoHfQuantizer.from_config(config)
-    cast = Fp8Quantize(quantizer)
+    quantize = Fp8Quantize(quantizer)
     state = {}
     for name, value in model.state_dict().items():
         linear = name.endswith("_proj.weight")
-        state |= cast.convert({name: value}) if linear else {name: value}
+        state |= quantize.convert({name: value}) if linear else {name: value}
     model.config.quantization_config = config
     model.config.save_pretrained(tmp_path / "theirs")
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file(state, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
-    theirs, _ = read_by_transformers(tmp_path / "theirs")
-    assert_same_state(theirs.state_dict(), dequantized(tmp_path / "theirs"))
-    # Stored in FP8: their very bytes.
-    mine = llama(1)
-    report = load_fp8(tmp_path / "theirs", mine)
+    transformers_model, _ = read_by_transformers(tmp_path / "theirs")
+    assert_same_state(transformers_model.state_dict(), dequantized(tmp_path / "theirs"))
+    # Loaded in FP8, the weights have the same bytes.
+    fp8_model = llama(1)
+    report = load_fp8(tmp_path / "theirs", fp8_model)
     assert len(report.fp8) == 14
-    for name, value in mine.state_dict().items():
+    for name, value in fp8_model.state_dict().items():
         if name in report.fp8:
             assert isinstance(value, Float8Tensor)
             assert torch.equal(value.qdata.view(torch.uint8), state[name].view(torch.uint8))
             assert torch.equal(value.scale, state[f"{name}_scale_inv"])
     tokens = torch.randint(64, (2, 32))
     with torch.no_grad(), float8lab.count_gemms() as counts:
-        y, expected = mine.eval()(tokens).logits, theirs(tokens).logits
+        y, expected = fp8_model.eval()(tokens).logits, transformers_model(tokens).logits
     assert (y - expected).norm() < 0.1 * expected.norm()
     assert counts.fp8 == 14
 
@@ -124,30 +124,32 @@ SCHEMES = {
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_compressed_tensors_decompresses_ours(tmp_path, scheme):
+def test_compressed_tensors_decompresses_an_export(tmp_path, scheme):
     ct = pytest.importorskip("compressed_tensors")
     safetensors = pytest.importorskip("safetensors.torch")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
-    model, _ = trained(SCHEMES[scheme])
-    tie = TIES if scheme == "tensor" else ()
-    export(model, tmp_path / "out", "compressed-tensors", share_scales=tie)
+    model, _ = trained_llama(SCHEMES[scheme])
+    shared_scales = TIES if scheme == "tensor" else ()
+    export(model, tmp_path / "out", "compressed-tensors", share_scales=shared_scales)
     content = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert content.pop("quant_method") == "compressed-tensors"
     config = QuantizationConfig.model_validate(content)
     assert ct.__version__
     (group,) = config.config_groups.values()
     state = safetensors.load_file(tmp_path / "out" / "model.safetensors")
-    ours = dequantized(tmp_path / "out")
+    dequantized_state = dequantized(tmp_path / "out")
     compressor = BaseCompressor.get_value_from_registry(config.format)
-    count = 0
-    for name in ours:
+    decompressed_weights = 0
+    for name in dequantized_state:
         if f"{name}_scale" in state:
-            part = {"weight": state[name], "weight_scale": state[f"{name}_scale"]}
-            assert torch.equal(compressor.decompress(part, group)["weight"], ours[name])
-            count += 1
-    assert count == 14
+            compressed = {"weight": state[name], "weight_scale": state[f"{name}_scale"]}
+            assert torch.equal(
+                compressor.decompress(compressed, group)["weight"], dequantized_state[name]
+            )
+            decompressed_weights += 1
+    assert decompressed_weights == 14
     static = [name for name in state if name.endswith("input_scale")]
     assert len(static) == (14 if scheme == "static" else 0)
 
@@ -155,17 +157,17 @@ def test_compressed_tensors_decompresses_ours(tmp_path, scheme):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_transformers_loads_compressed_tensors(tmp_path, scheme):
     pytest.importorskip("compressed_tensors")
-    model, _ = trained(SCHEMES[scheme])
+    model, _ = trained_llama(SCHEMES[scheme])
     export(model, tmp_path / "out", "compressed-tensors")
-    how = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
-    theirs, _ = read_by_transformers(tmp_path / "out", **how)
-    ours = dequantized(tmp_path / "out")
-    found = theirs.state_dict()
-    assert_same_state({name: found[name] for name in ours}, ours)
+    load_options = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
+    transformers_model, _ = read_by_transformers(tmp_path / "out", **load_options)
+    dequantized_state = dequantized(tmp_path / "out")
+    state = transformers_model.state_dict()
+    assert_same_state({name: state[name] for name in dequantized_state}, dequantized_state)
 
 
 @pytest.mark.parametrize("scheme", ["tensor", "channel", "block"])
-def test_compressed_tensors_files_load_here(tmp_path, scheme):
+def test_files_of_compressed_tensors_are_loaded(tmp_path, scheme):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -202,23 +204,23 @@ def test_compressed_tensors_files_load_here(tmp_path, scheme):
     compressor.compress_model(model)
     model.save_pretrained(tmp_path / "theirs")
     compressor.update_config(tmp_path / "theirs")
-    ours = dequantized(tmp_path / "theirs")
-    mine = llama(1)
-    report = load_fp8(tmp_path / "theirs", mine)
+    dequantized_state = dequantized(tmp_path / "theirs")
+    fp8_model = llama(1)
+    report = load_fp8(tmp_path / "theirs", fp8_model)
     compressor.decompress_model(model)
-    theirs = model.state_dict()
-    assert_same_state({name: theirs[name] for name in ours}, ours)
+    decompressed = model.state_dict()
+    assert_same_state({name: decompressed[name] for name in dequantized_state}, dequantized_state)
     assert len(report.fp8) == 14
     for name in report.fp8:
-        assert torch.equal(mine.get_parameter(name).dequantize(), theirs[name])
-    if scheme == "tensor":  # static scales of activations
-        layer = mine.model.layers[0].mlp.up_proj
+        assert torch.equal(fp8_model.get_parameter(name).dequantize(), decompressed[name])
+    if scheme == "tensor":  # static activation scales
+        layer = fp8_model.model.layers[0].mlp.up_proj
         state = float8lab.nn.ScalingState(layer).state_dict()
         (scale,) = (value for name, value in state.items() if name.endswith("/scale"))
         assert scale[0] == torch.tensor(0.01)
 
 
-def test_a_deepseek_model(tmp_path):
+def test_a_deepseek_export_is_read_by_transformers_and_as_a_frozen_base(tmp_path):
     config = transformers.DeepseekV3Config(
         hidden_size=256, intermediate_size=384, moe_intermediate_size=128, num_hidden_layers=2,
         first_k_dense_replace=1, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4,
@@ -229,14 +231,14 @@ def test_a_deepseek_model(tmp_path):
     model, base, plain = (transformers.DeepseekV3ForCausalLM(config).eval() for _ in range(3))
     report = export(model, tmp_path / "out", "block-fp8")
     content = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    # Its experts are one tensor each in transformers; on a GPU it would look for their scales.
+    # In transformers its experts are one tensor each; on a GPU it would look for their scales.
     assert content["modules_to_not_convert"] == ["lm_head", "model.layers.1.mlp.experts"]
-    theirs, _ = read_by_transformers(tmp_path / "out")
-    assert_same_state(theirs.state_dict(), dequantized(tmp_path / "out", plain))
+    transformers_model, _ = read_by_transformers(tmp_path / "out")
+    assert_same_state(transformers_model.state_dict(), dequantized(tmp_path / "out", plain))
     loaded = load_fp8(tmp_path / "out", base)
     assert loaded.fp8.keys() == report.fp8.keys()
     assert len(loaded.fp8) == 16
-    # A frozen base: gradients reach what is before it, and no weight of it.
+    # In a frozen base gradients reach the inputs but no weight.
     embedded = torch.randn(1, 32, 256, requires_grad=True)
     base(inputs_embeds=embedded).logits.square().mean().backward()
     assert embedded.grad.isfinite().all()
@@ -251,13 +253,13 @@ MOE = {
 }  # fmt: skip
 
 
-def mixture(name, seed=0, **more):
+def moe_model(name, seed=0, **config_fields):
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{name}Config")(**MOE, **more)
+    config = getattr(transformers, f"{name}Config")(**MOE, **config_fields)
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
-MIXTURES = {
+MOE_FAMILIES = {
     "qwen3": ("Qwen3Moe", {"num_experts": 3}),
     "deepseek": (
         "DeepseekV3",
@@ -270,10 +272,10 @@ MIXTURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-def test_mixtures_of_experts_go_to_transformers_and_back(tmp_path, name):
-    family, more = MIXTURES[name]
-    model, again = (mixture(family, seed, **more) for seed in range(2))
+@pytest.mark.parametrize("name", MOE_FAMILIES)
+def test_moe_exports_are_read_by_transformers_and_load_fp8(tmp_path, name):
+    family, config_fields = MOE_FAMILIES[name]
+    model, loaded_model = (moe_model(family, seed, **config_fields) for seed in range(2))
     recipe = recipes.Float8BlockScaling()
     for module in model.modules():
         for local in ("gate_up_proj", "down_proj"):
@@ -286,20 +288,21 @@ def test_mixtures_of_experts_go_to_transformers_and_back(tmp_path, name):
     assert {name for name in report.high_precision if "gate" in name} == {
         name for name, module in model.named_modules() if name.endswith("mlp.gate")
     }
-    theirs, info = read_by_transformers(tmp_path / "out")
+    transformers_model, info = read_by_transformers(tmp_path / "out")
     assert not info["unexpected_keys"]
     assert_same_state(
-        theirs.state_dict(), dequantized(tmp_path / "out", mixture(family, 2, **more))
+        transformers_model.state_dict(),
+        dequantized(tmp_path / "out", moe_model(family, 2, **config_fields)),
     )
-    loaded = load_fp8(tmp_path / "out", again)
+    loaded = load_fp8(tmp_path / "out", loaded_model)
     assert loaded.fp8.keys() == report.fp8.keys()
     for path in loaded.fp8:
         stored = model.get_parameter(path)
         if isinstance(stored, Float8Tensor):
-            assert_same_bytes(again.get_parameter(path), stored, amax=False)
+            assert_same_bytes(loaded_model.get_parameter(path), stored, amax=False)
 
 
-def test_transformers_and_this_library_decode_gpt_oss_alike(tmp_path):
+def test_gpt_oss_weights_are_decoded_as_by_transformers(tmp_path):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     arguments = MOE | {"num_local_experts": 3, "layer_types": ["full_attention"] * 2}
@@ -323,23 +326,23 @@ def test_transformers_and_this_library_decode_gpt_oss_alike(tmp_path):
     assert float8lab.inspect.diff(state, model.state_dict()).equal
     assert float8lab.inspect.diff(state, packed.state_dict()).identical
     tokens = torch.randint(64, (2, 16))
-    for way in ("eager", "grouped_mm"):
+    for implementation in ("eager", "grouped_mm"):
         losses, gradients = [], []
-        for one in (model, packed):
-            one.set_experts_implementation(way)
-            one.requires_grad_(False)
-            one.model.embed_tokens.weight.requires_grad_(True)
-            one.zero_grad()
-            loss = one(input_ids=tokens, labels=tokens).loss
+        for either in (model, packed):
+            either.set_experts_implementation(implementation)
+            either.requires_grad_(False)
+            either.model.embed_tokens.weight.requires_grad_(True)
+            either.zero_grad()
+            loss = either(input_ids=tokens, labels=tokens).loss
             loss.backward()
             losses.append(loss)
-            gradients.append(one.model.embed_tokens.weight.grad)
+            gradients.append(either.model.embed_tokens.weight.grad)
         assert torch.equal(*losses)
         assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("kind", ["NVFP4", "MXFP4"])
-def test_files_of_compressed_tensors_in_4_bits_load_here(kind):
+def test_4_bit_files_of_compressed_tensors_are_loaded(kind):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
     from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
@@ -352,7 +355,7 @@ def test_files_of_compressed_tensors_in_4_bits_load_here(kind):
     amax = weight.unflatten(1, (-1, size)).abs().amax(-1)
     state = {"weight": weight, "weight_scale": (amax.log2().floor() - 2).exp2()}
     if kind == "NVFP4":
-        # A power of two, so that all orders of multiplication give the same.
+        # A power of two, so that every order of multiplication gives the same.
         state["weight_global_scale"] = torch.tensor([256.0])
         state["weight_scale"] = (amax / 6 * 256).to(torch.float8_e4m3fn).float()
     packed = compressor.compress(state, scheme)
@@ -363,10 +366,10 @@ def test_files_of_compressed_tensors_in_4_bits_load_here(kind):
 
 
 @pytest.mark.parametrize("store", [nvfp4, block_fp8])
-def test_adapters_by_peft_on_the_parameters_of_stacked_experts(store):
+def test_peft_adapters_on_parameters_of_stacked_experts(store):
     peft = pytest.importorskip("peft", minversion="0.17")
-    state = checkpoint_of(mixture("Qwen3Moe", num_experts=3), store)
-    stored, plain = (mixture("Qwen3Moe", 1, num_experts=3) for _ in range(2))
+    state = checkpoint_of(moe_model("Qwen3Moe", num_experts=3), store)
+    stored, plain = (moe_model("Qwen3Moe", 1, num_experts=3) for _ in range(2))
     load_fp8(state, stored)
     load_fp8(state, plain, dequantize=True)
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -384,7 +387,7 @@ def test_adapters_by_peft_on_the_parameters_of_stacked_experts(store):
         grads = [p.grad for p in tuned.parameters() if p.grad is not None]
         assert len(grads) == 8
         gradients.append(torch.cat([grad.flatten() for grad in grads]))
-    # PEFT adds an adapter to the values of the weight; experts in FP8 cast the sum again.
+    # PEFT adds an adapter to the values of the weight; FP8 experts requantize the sum.
     if store is nvfp4:
         assert torch.equal(*losses)
         assert torch.equal(*gradients)
@@ -402,42 +405,43 @@ def test_adapters_by_peft_on_the_parameters_of_stacked_experts(store):
     ],
     ids=str,
 )
-def test_converted_experts_are_exported_as_their_forwards_cast_them(tmp_path, recipe, format):
-    model, again = (mixture("Qwen3Moe", seed, num_experts=3) for seed in range(2))
+def test_exported_experts_are_those_that_forwards_cast(tmp_path, recipe, format):
+    model, loaded_model = (moe_model("Qwen3Moe", seed, num_experts=3) for seed in range(2))
     float8lab.convert_to_float8(model, recipe, exclude=["lm_head"])
     tokens = torch.randint(64, (2, 16))
     model(input_ids=tokens, labels=tokens).loss.backward()
     report = export(model, tmp_path / "out", format)
     assert sum(path.endswith(("gate_up_proj", "down_proj")) for path in report.fp8) == 4
     assert "model.layers.0.mlp.gate" in report.high_precision
-    loaded = load_fp8(tmp_path / "out", again)
+    loaded = load_fp8(tmp_path / "out", loaded_model)
     assert len(loaded.fp8) == len(report.fp8) == 12
-    # The modules of experts run in FP8 by the recipe that uses these bytes, as linear layers do.
+    # The expert modules, like the linear layers, run in FP8 by the recipe that uses these bytes.
     with float8lab.count_gemms() as counts, torch.no_grad():
-        y, expected = again.eval()(tokens).logits, model.eval()(tokens).logits
+        y, expected = loaded_model.eval()(tokens).logits, model.eval()(tokens).logits
     assert torch.equal(y, expected)
     assert counts.fp8 == 2 * 12
-    assert all(isinstance(layer.mlp.experts, ExpertsBase) for layer in again.model.layers)
+    assert all(isinstance(layer.mlp.experts, ExpertsBase) for layer in loaded_model.model.layers)
 
 
-def test_experts_with_delayed_scales_are_exported_under_them(tmp_path):
-    model, again = (mixture("Qwen3Moe", seed, num_experts=3) for seed in range(2))
+def test_experts_with_delayed_scaling_are_exported(tmp_path):
+    model, loaded_model = (moe_model("Qwen3Moe", seed, num_experts=3) for seed in range(2))
     float8lab.convert_to_float8(model, recipes.DelayedScaling(), exclude=["lm_head"])
     report = export(model, tmp_path / "out", "compressed-tensors")
     assert len(report.fp8) == 12
-    load_fp8(tmp_path / "out", again)
+    load_fp8(tmp_path / "out", loaded_model)
     for name in ("gate_up_proj", "down_proj"):
         path = f"model.layers.1.mlp.experts.{name}"
-        loaded, weight = again.get_parameter(path).dequantize(), model.get_parameter(path)
-        step = 2.0**-9 * weight.abs().amax((1, 2), keepdim=True)  # below the normal numbers
-        assert ((loaded - weight).abs() <= 2.0**-4 * weight.abs() + step).all()
+        loaded, weight = loaded_model.get_parameter(path).dequantize(), model.get_parameter(path)
+        # The step below the normal numbers.
+        subnormal_step = 2.0**-9 * weight.abs().amax((1, 2), keepdim=True)
+        assert ((loaded - weight).abs() <= 2.0**-4 * weight.abs() + subnormal_step).all()
 
 
 @pytest.mark.parametrize("converted", ["before", "after"])
-def test_4_bit_experts_in_a_converted_model(converted):
-    """Those that conversion meets stay in high precision, and it says so."""
-    state = checkpoint_of(mixture("Qwen3Moe", num_experts=3), nvfp4)
-    model = mixture("Qwen3Moe", 1, num_experts=3)
+def test_4_bit_experts_run_in_fp8_only_if_converted_before_loading(converted):
+    """A conversion after loading leaves 4-bit experts in high precision, and reports it."""
+    state = checkpoint_of(moe_model("Qwen3Moe", num_experts=3), nvfp4)
+    model = moe_model("Qwen3Moe", 1, num_experts=3)
     if converted == "before":
         float8lab.convert_to_float8(model, exclude=["lm_head"])
     load_fp8(state, model)
@@ -449,6 +453,6 @@ def test_4_bit_experts_in_a_converted_model(converted):
     tokens = torch.randint(64, (2, 16))
     with float8lab.count_gemms() as counts:
         model(input_ids=tokens, labels=tokens).loss.backward()
-    found = counts.fp8_by_module["model.layers.0.mlp.experts"]
-    assert found == (4 if converted == "before" else 0)
+    fp8_gemms = counts.fp8_by_module["model.layers.0.mlp.experts"]
+    assert fp8_gemms == (4 if converted == "before" else 0)
     assert isinstance(model.model.layers[0].mlp.experts.gate_up_proj, Float4Tensor)

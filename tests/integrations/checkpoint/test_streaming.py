@@ -1,4 +1,4 @@
-"""``export_stream``: the tensors of ``export``, one after the other, also from FSDP2's shards."""
+"""``export_stream``: the tensors of ``export``, one after the other, also from FSDP2 shards."""
 
 import copy
 from typing import Any
@@ -13,7 +13,7 @@ from float8lab import recipes
 from float8lab.integrations import export, export_stream, load_fp8
 from tests.distributed.ranks import Collectives, Ranks, each_check
 from tests.integrations.checkpoint.test_experts import block_fp8, checkpoint_of
-from tests.integrations.checkpoint.test_experts import model as model_with_experts
+from tests.integrations.checkpoint.test_experts import build_model as model_with_experts
 
 CASES = [
     (recipes.Float8BlockScaling(), "block-fp8"),
@@ -23,14 +23,14 @@ CASES = [
 ]
 
 
-def as_bytes(stream: Any) -> dict[str, Tensor]:
-    """The bytes of the tensors of a stream, or of a state dict."""
+def tensor_bytes(stream: Any) -> dict[str, Tensor]:
+    """Return the bytes of the tensors of a stream, or of a state dict."""
     pairs = stream.items() if isinstance(stream, dict) else stream
     return {name: x.cpu().contiguous().view(-1).view(torch.uint8) for name, x in pairs}
 
 
 def assert_same(a: Any, b: Any) -> None:
-    a, b = as_bytes(a), as_bytes(b)
+    a, b = tensor_bytes(a), tensor_bytes(b)
     assert list(a) == list(b)
     assert not [name for name in a if not torch.equal(a[name], b[name])]
 
@@ -49,7 +49,7 @@ def shard(model: nn.Module, ranks: Ranks) -> nn.Module:
     return fully_shard(model, mesh=ranks.mesh())
 
 
-def check_trained_shards_are_streamed_as_one_gpu_exports_them(ranks: Ranks) -> None:
+def check_trained_shards_are_streamed_as_exported_on_one_gpu(ranks: Ranks) -> None:
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).to(ranks.device)
     for recipe, format in CASES:
         for stored in (False, True):
@@ -59,24 +59,26 @@ def check_trained_shards_are_streamed_as_one_gpu_exports_them(ranks: Ranks) -> N
             float8lab.convert_to_float8(single, recipe, freeze_weights=stored)
             single.requires_grad_(True)
             model = shard(copy.deepcopy(single), ranks)
-            for each in (single, model):
-                train(each, x)
+            for trained in (single, model):
+                train(trained, x)
             if not stored:  # rowwise gradients of a weight that was gathered in FP8 differ
-                full = {name: p.full_tensor() for name, p in model.state_dict().items()}
-                single.load_state_dict(full)
+                unsharded_state = {name: p.full_tensor() for name, p in model.state_dict().items()}
+                single.load_state_dict(unsharded_state)
             before = [p.to_local().clone() for p in model.parameters()]
             with Collectives() as collectives:
-                streamed = as_bytes(export_stream(model, format))
+                streamed = tensor_bytes(export_stream(model, format))
             assert_same(streamed, export_stream(single, format))
             largest = max(p.numel() for p in single.parameters())
             assert all(size <= largest for _, size in collectives.of("gather"))
-            # These are the bytes by which the ranks multiply, and nothing of the model changed.
+            # The ranks multiply these bytes, and the model is unchanged.
             for layer in (model[0], model[2]):
                 layer.unshard()
                 if isinstance(layer.weight, float8lab.Float8Tensor):
                     name = f"{'02'[layer is model[2]]}.weight"
-                    stem = f"{name}.qdata" if format == "float8lab" else name
-                    assert_same({stem: streamed[stem]}, {stem: layer.weight.qdata})
+                    tensor_name = f"{name}.qdata" if format == "float8lab" else name
+                    assert_same(
+                        {tensor_name: streamed[tensor_name]}, {tensor_name: layer.weight.qdata}
+                    )
                 layer.reshard()
             for p, local in zip(model.parameters(), before, strict=True):
                 assert torch.equal(p.to_local(), local)
@@ -90,21 +92,22 @@ def check_sharded_experts_are_streamed_matrix_by_matrix(ranks: Ranks) -> None:
     single = loaded.requires_grad_(True)["mlp"]
     model = shard(copy.deepcopy(single), ranks)
     x = torch.randn(32, 256, generator=torch.Generator().manual_seed(1)).to(ranks.device)
-    for each in (single, model):
-        train(each, x)
+    for trained in (single, model):
+        train(trained, x)
     with Collectives() as collectives:
-        streamed = as_bytes(export_stream(model))
+        streamed = tensor_bytes(export_stream(model))
     assert_same(streamed, export_stream(single))
     assert sum("experts.1" in name for name in streamed) == 6
     gathered = [size for dtype, size in collectives.of("gather") if dtype == torch.uint8]
-    assert len(gathered) == 2 * (ranks.world > 1), gathered  # each stack once, for all its matrices
+    # Each stack is gathered once, for all its matrices.
+    assert len(gathered) == 2 * (ranks.world > 1), gathered
 
 
 test_ranks = each_check(__name__, 1, 2)
 
 
 @pytest.mark.parametrize("format", ["block-fp8", "compressed-tensors", "float8lab"])
-def test_the_stream_is_what_export_writes(tmp_path: Any, format: str) -> None:
+def test_the_stream_has_the_tensors_that_export_writes(tmp_path: Any, format: str) -> None:
     from safetensors.torch import load_file
 
     model = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.Linear(256, 128))

@@ -1,4 +1,4 @@
-"""Small models with LoRA on an FP8 base, and what the tests compare of them."""
+"""Small models with LoRA on an FP8 base, and functions for comparing them."""
 
 import os
 import warnings
@@ -12,7 +12,7 @@ from float8lab import recipes
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what the library and its dependencies are deprecated for
+    warnings.simplefilter("ignore")  # deprecation warnings of the library and its dependencies
     peft = pytest.importorskip("peft", reason="needs the extra 'peft'")
     transformers = pytest.importorskip("transformers", reason="needs the extra 'peft'")
 
@@ -24,7 +24,7 @@ TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
 class Mlp(nn.Module):
-    """Two layers with a residual, and a head; sizes that are no multiple of a block."""
+    """Two layers with a residual, and a head, in sizes that are no multiples of a block."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ def llama(seed=0, dtype=torch.float32, **changes):
 
 
 def convert(model, recipe, *, freeze=True):
-    """An FP8 base; a recipe None leaves the model as it is."""
+    """Convert a model to an FP8 base; the recipe None leaves it unchanged."""
     if recipe is not None:
         head = [name for name, _ in model.named_modules() if name.split(".")[-1] in HEADS]
         float8lab.convert_to_float8(model, recipe, exclude=head, freeze_weights=freeze)
@@ -71,7 +71,7 @@ HEADS = ("head", "lm_head")
 
 
 def with_lora(model, seed=1, **fields):
-    """Stock PEFT, with adapters that do something from the start."""
+    """Add adapters by stock PEFT, with weights that change the output from the start."""
     torch.manual_seed(seed)
     targets = ["up", "down"] if isinstance(model, Mlp) else ["q_proj", "v_proj", "down_proj"]
     fields = {"r": 4, "target_modules": targets, "init_lora_weights": False, **fields}
@@ -88,14 +88,14 @@ def base_layers(model):
 
 
 def gradients(model):
-    """The gradients of all adapters in one row."""
-    found = [p.grad.flatten().double() for p in model.parameters() if p.grad is not None]
-    return torch.cat(found)
+    """The gradients of all adapters as one vector."""
+    grads = [p.grad.flatten().double() for p in model.parameters() if p.grad is not None]
+    return torch.cat(grads)
 
 
 def cosine(a, b):
     return nn.functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0)
 
 
-def codes(weight):
+def weight_bytes(weight):
     return weight.qdata.view(torch.uint8).clone(), weight.scale.clone()

@@ -1,4 +1,4 @@
-"""Adapters and FP8 bases on disk: adapters of PEFT, state dicts, and the checkpoints of others."""
+"""Adapters and FP8 bases on disk: adapters of PEFT, state dicts and checkpoints of others."""
 
 import pytest
 import torch
@@ -13,23 +13,23 @@ from float8lab.tensor import Float8Tensor, dispatch
 from tests.integrations.peft.models import (
     RECIPES,
     TOKENS,
-    codes,
     convert,
     cosine,
     llama,
     peft,
     transformers,
+    weight_bytes,
     with_lora,
 )
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"  # PEFT asks by an old name
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"  # PEFT calls it by an old name
 )
 
 
-def trained(model, steps=1, lr=1e-2):
-    """Train the adapters; the losses."""
+def train_adapters(model, steps=1, lr=1e-2):
+    """Train the adapters; return the losses."""
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
     losses = []
     for _ in range(steps):
@@ -42,43 +42,43 @@ def trained(model, steps=1, lr=1e-2):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_adapters_come_back_bit_for_bit(tmp_path, name):
+def test_saved_adapters_load_bit_for_bit(tmp_path, name):
     model = with_lora(convert(llama(), RECIPES[name]), modules_to_save=["lm_head"])
-    trained(model)
+    train_adapters(model)
     model.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(convert(llama(), RECIPES[name]), tmp_path)
-    found = peft.get_peft_model_state_dict(again)
+    loaded = peft.PeftModel.from_pretrained(convert(llama(), RECIPES[name]), tmp_path)
+    loaded_adapters = peft.get_peft_model_state_dict(loaded)
     for key, value in peft.get_peft_model_state_dict(model).items():
         assert not isinstance(value, Float8Tensor), key
-        assert torch.equal(found.pop(key), value), key
-    assert not found
-    # Scales of activations, which delayed scaling has learned, are not an adapter's.
+        assert torch.equal(loaded_adapters.pop(key), value), key
+    assert not loaded_adapters
+    # The activation scales of delayed scaling are not part of an adapter.
     scales = float8lab.nn.ScalingState(model).state_dict()
     assert bool(scales) == (name == "delayed")
-    float8lab.nn.ScalingState(again).load_state_dict(scales)
-    assert torch.equal(again.eval()(TOKENS).logits, model.eval()(TOKENS).logits)
-    # Adapters are of no base in particular: on one in high precision they are the same.
-    plain = peft.PeftModel.from_pretrained(llama(), tmp_path).eval()
-    y, expected = again(TOKENS).logits, plain(TOKENS).logits
+    float8lab.nn.ScalingState(loaded).load_state_dict(scales)
+    assert torch.equal(loaded.eval()(TOKENS).logits, model.eval()(TOKENS).logits)
+    # Adapters do not depend on their base: they also load on one in high precision.
+    on_high_precision = peft.PeftModel.from_pretrained(llama(), tmp_path).eval()
+    y, expected = loaded(TOKENS).logits, on_high_precision(TOKENS).logits
     assert 0.99 < cosine(y, expected) < 1
 
 
-def test_state_dicts_with_the_base(tmp_path):
+def test_state_dicts_hold_the_fp8_base(tmp_path):
     model = with_lora(convert(llama(), RECIPES["rowwise"]))
-    trained(model)
+    train_adapters(model)
     torch.save(model.state_dict(), tmp_path / "model.pt")
     state = torch.load(tmp_path / "model.pt", weights_only=True)
     assert sum(isinstance(value, Float8Tensor) for value in state.values()) == 14
-    other = with_lora(convert(llama(2), RECIPES["rowwise"]), seed=3)
-    assert not any(other.load_state_dict(state))
-    assert torch.equal(other.eval()(TOKENS).logits, model.eval()(TOKENS).logits)
-    frozen = [p for p in other.parameters() if isinstance(p, Float8Tensor)]
+    loaded = with_lora(convert(llama(2), RECIPES["rowwise"]), seed=3)
+    assert not any(loaded.load_state_dict(state))
+    assert torch.equal(loaded.eval()(TOKENS).logits, model.eval()(TOKENS).logits)
+    frozen = [p for p in loaded.parameters() if isinstance(p, Float8Tensor)]
     assert len(frozen) == 14
     assert not any(p.requires_grad for p in frozen)
 
 
 def deepseek(seed=0):
-    """As DeepSeek-V3: latent attention, a dense layer, and one of experts."""
+    """A small DeepSeek-V3: latent attention, a dense layer, and one with experts."""
     config = transformers.DeepseekV3Config(
         hidden_size=64, intermediate_size=96, moe_intermediate_size=128, num_hidden_layers=2,
         first_k_dense_replace=1, num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4,
@@ -100,39 +100,43 @@ CHECKPOINTS = {
 
 @pytest.mark.filterwarnings("ignore:aten.baddbmm.default has no FP8")  # PEFT's sum with experts
 @pytest.mark.parametrize("case", CHECKPOINTS)
-def test_a_checkpoint_is_a_frozen_base(tmp_path, case):
+def test_a_loaded_checkpoint_is_a_frozen_base_for_adapters(tmp_path, case):
     build, format, name, targets = CHECKPOINTS[case]
     source = convert(build(), RECIPES[name], freeze=False)
     if case == "static":
-        source(input_ids=TOKENS)  # scales of activations
+        source(input_ids=TOKENS)  # gives the activation scales
     export(source, tmp_path / "out", format)
-    base, high = build(1), build(1)
+    base, dequantized = build(1), build(1)
     report = load_fp8(tmp_path / "out", base)
     assert len(report.fp8) == (18 if case == "deepseek" else 14)
-    before = {name: codes(base.get_parameter(name)) for name in report.fp8}
+    before = {name: weight_bytes(base.get_parameter(name)) for name in report.fp8}
     bytes_before = sum(row.weights for row in memory_report(base).layers)
     model = with_lora(base, target_modules=targets, init_lora_weights=True)
     with float8lab.count_gemms() as counts:
-        losses = trained(model, steps=6)
+        losses = train_adapters(model, steps=6)
     assert counts.fp8 > 0
-    # As on the same base dequantized, for training in high precision.
-    assert len(load_fp8(tmp_path / "out", high, dequantize=True).dequantized) == len(report.fp8)
-    tuned = with_lora(high, target_modules=targets, init_lora_weights=True)
-    expected = trained(tuned, steps=6)
-    fall = expected[0] - expected[-1]
-    assert fall > 0.2
-    assert abs((losses[0] - losses[-1]) - fall) < 0.1 * fall
+    # As well as on the same base dequantized, trained in high precision.
+    assert len(load_fp8(tmp_path / "out", dequantized, dequantize=True).dequantized) == len(
+        report.fp8
+    )
+    reference = with_lora(dequantized, target_modules=targets, init_lora_weights=True)
+    expected = train_adapters(reference, steps=6)
+    expected_decrease = expected[0] - expected[-1]
+    assert expected_decrease > 0.2
+    assert abs((losses[0] - losses[-1]) - expected_decrease) < 0.1 * expected_decrease
     model = model.unload()
-    for name, found in before.items():
+    for name, expected_bytes in before.items():
         weight = model.get_parameter(name)
         assert weight.grad is None
-        assert all(torch.equal(a, b) for a, b in zip(codes(weight), found, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(weight_bytes(weight), expected_bytes, strict=True)
+        )
     assert sum(row.weights for row in memory_report(model).layers) == bytes_before
 
 
 @pytest.fixture
-def said_anew(monkeypatch):
-    """Warnings that are said once are said again."""
+def repeated_warnings(monkeypatch):
+    """Warnings that are given once per process are given again."""
     monkeypatch.setattr(dispatch, "_POLICY", dispatch._Policy())
 
 
@@ -141,8 +145,8 @@ def trainer(model, folder):
     return transformers.Trainer(model=model, args=arguments)
 
 
-def in_4_bits(weight):
-    """A frozen weight of random MXFP4."""
+def random_mxfp4(weight):
+    """A frozen weight of random MXFP4 values."""
     N, K = weight.shape
     packed = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8)
     scale = torch.randint(120, 124, (N, K // 32), dtype=torch.uint8).view(E8M0)
@@ -161,29 +165,31 @@ WRITERS = {
 }
 
 
-@pytest.mark.usefixtures("said_anew")
+@pytest.mark.usefixtures("repeated_warnings")
 @pytest.mark.filterwarnings("ignore:.*pin_memory.* argument is set as true but no accelerator")
 @pytest.mark.parametrize(
     ("write", "bits"), [*((name, 8) for name in WRITERS), ("transformers", 4), ("model", 4)]
 )
-def test_what_writes_safetensors_writes_high_precision_and_says_so_once(tmp_path, write, bits):
+def test_safetensors_files_are_in_high_precision_with_one_warning(tmp_path, write, bits):
     if bits == 8:
         model = convert(llama(dtype=torch.bfloat16), RECIPES["rowwise"])
-        stored, keeper = Float8Tensor, r"integrations\.export"
+        stored, advised_function = Float8Tensor, r"integrations\.export"
     else:
         model = llama(dtype=torch.bfloat16)
         for name, weight in list(model.named_parameters()):
             if "_proj" in name:
-                module, _, last = name.rpartition(".")
-                setattr(model.get_submodule(module), last, in_4_bits(weight))
-        stored, keeper = Float4Tensor, r"torch\.save"
-    # Shares FP8 data with another weight; both are written.
+                module, _, parameter_name = name.rpartition(".")
+                setattr(model.get_submodule(module), parameter_name, random_mxfp4(weight))
+        stored, advised_function = Float4Tensor, r"torch\.save"
+    # This weight shares FP8 data with another; both are written.
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
-    with pytest.warns(UserWarning, match=f"in torch.bfloat16.*{keeper}") as told:
+    with pytest.warns(
+        UserWarning, match=f"in torch.bfloat16.*{advised_function}"
+    ) as caught_warnings:
         WRITERS[write](model, tmp_path)
-    assert sum("dequantized copies" in str(warning.message) for warning in told) == 1
+    assert sum("dequantized copies" in str(warning.message) for warning in caught_warnings) == 1
     assert sum(isinstance(p, stored) for p in model.state_dict().values()) == 14
-    found = safetensors.load_file(tmp_path / "model.safetensors")
+    written = safetensors.load_file(tmp_path / "model.safetensors")
     expected = {name: plain(value) for name, value in model.state_dict().items()}
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], value) for name, value in expected.items())

@@ -87,11 +87,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tenso
     ),
     "whisper": ("WhisperConfig", "WhisperForConditionalGeneration", SPEECH, _speech),
 }  # fmt: skip
-"""Config, model, arguments of the config, and a maker of a batch."""
+"""By family: config class, model class, arguments of the config, and a function making a batch."""
 
-_LOCAL = {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}
-MIXTURES: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tensor]]]] = {
-    "mixtral": ("MixtralConfig", "MixtralForCausalLM", _LOCAL, _tokens),
+_LOCAL_EXPERTS = {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}
+MOE_FAMILIES: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tensor]]]] = {
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", _LOCAL_EXPERTS, _tokens),
     "olmoe": (
         "OlmoeConfig", "OlmoeForCausalLM", {**DECODER, "num_experts": 4, "num_experts_per_tok": 2},
         _tokens,
@@ -111,7 +111,7 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tenso
         "GptOssConfig",
         "GptOssForCausalLM",
         {
-            **_LOCAL, "layer_types": ["full_attention"] * 2,
+            **_LOCAL_EXPERTS, "layer_types": ["full_attention"] * 2,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         },
         _tokens,
@@ -120,7 +120,7 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tenso
         "Llama4TextConfig",
         "Llama4ForCausalLM",
         {
-            **_LOCAL, "num_experts_per_tok": 1, "intermediate_size_mlp": 40,
+            **_LOCAL_EXPERTS, "num_experts_per_tok": 1, "intermediate_size_mlp": 40,
             "interleave_moe_layer_step": 1,
         },
         _tokens,
@@ -138,64 +138,67 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tenso
         _tokens,
     ),
 }  # fmt: skip
-"""The same of mixtures of experts, whose experts lie in different ways."""
+"""The same for MoE models, which store their experts in different layouts."""
 
 
-OTHER_MIXTURES: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tensor]]]] = {
+OTHER_MOE_FAMILIES: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tensor]]]] = {
     "granite_hybrid": (
         "GraniteMoeHybridConfig",
         "GraniteMoeHybridForCausalLM",
         {
-            **_LOCAL, "shared_intermediate_size": 32, "layer_types": ["attention"] * 2,
+            **_LOCAL_EXPERTS, "shared_intermediate_size": 32, "layer_types": ["attention"] * 2,
             "mamba_n_heads": 4, "mamba_d_head": "auto",
         },
         _tokens,
     ),
 }  # fmt: skip
-"""The same of mixtures that differ from these in how they are saved alone."""
+"""The same for MoE models that save their experts in yet another layout."""
 
 
-def build(family: str, **changed: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A model in training mode, without dropout, and a batch with labels."""
-    config, model, arguments, batch = {**FAMILIES, **MIXTURES, **OTHER_MIXTURES}[family]
+def build(family: str, **config_fields: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Return a model in training mode, without dropout, and a batch with labels."""
+    config, model, arguments, batch = {**FAMILIES, **MOE_FAMILIES, **OTHER_MOE_FAMILIES}[family]
     torch.manual_seed(0)
-    made = getattr(transformers, model)(getattr(transformers, config)(**{**arguments, **changed}))
-    return made.train(), batch()
+    built = getattr(transformers, model)(
+        getattr(transformers, config)(**{**arguments, **config_fields})
+    )
+    return built.train(), batch()
 
 
 def flat_gradients(model: nn.Module) -> Tensor:
-    """All gradients as one vector; parameters without one have none in any run."""
+    """Return all gradients as one vector; parameters without a gradient have none in any run."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def run(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Logits and gradients of one step."""
+def run_step(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the logits and gradients of one step."""
     model.zero_grad()
     output = model(**batch)
     output.loss.backward()
     return output.logits.detach(), flat_gradients(model)
 
 
-# Float8CurrentScaling, written anew: tensors are rounded to FP8 and the GEMMs run on the rounded.
+# Float8CurrentScaling in plain PyTorch: operands are rounded to FP8, and GEMMs multiply the rounded
+# values.
 
 
-def _rounded(x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+def _round_to_fp8(x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     amax = x.abs().amax().float() if x.numel() else torch.zeros(())
     scale = 1 / (torch.finfo(fp8_dtype).max / amax) if amax > 0 else torch.ones(())
     return (x.float() * (1 / scale)).to(fp8_dtype).float() * scale
 
 
-def _rounded_by_expert(x: Tensor, expert: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """Rows, sorted by expert, of which each expert's are rounded by themselves."""
+def _round_by_expert(x: Tensor, expert: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+    """Round rows, sorted by expert, to FP8 with a scale for the rows of each expert."""
     _, sizes = expert.unique_consecutive(return_counts=True)
-    return torch.cat([_rounded(rows, fp8_dtype) for rows in x.split(sizes.tolist())])
+    return torch.cat([_round_to_fp8(rows, fp8_dtype) for rows in x.split(sizes.tolist())])
 
 
 class _EmulatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        x_q, w_q = (_rounded(t, torch.float8_e4m3fn) for t in (flat, weight))
+        x_q, w_q = (_round_to_fp8(t, torch.float8_e4m3fn) for t in (flat, weight))
         ctx.save_for_backward(x_q, w_q)
         ctx.x_shape = x.shape
         y = x_q @ w_q.t()
@@ -205,27 +208,27 @@ class _EmulatedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x_q, w_q = ctx.saved_tensors
         flat = dy.reshape(-1, dy.shape[-1])
-        dy_q = _rounded(flat, torch.float8_e5m2)
+        dy_q = _round_to_fp8(flat, torch.float8_e5m2)
         db = flat.sum(0) if ctx.needs_input_grad[2] else None
         return (dy_q @ w_q).view(ctx.x_shape), dy_q.t() @ x_q, db
 
 
 class _EmulatedGroups(torch.autograd.Function):
-    """Each expert's rows have a scale of their own, as its weight has."""
+    """The rows and the weight of each expert have their own scales."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-        x_q = _rounded_by_expert(x, expert, torch.float8_e4m3fn)
-        w_q = torch.stack([_rounded(w, torch.float8_e4m3fn) for w in weight])
+        x_q = _round_by_expert(x, expert, torch.float8_e4m3fn)
+        w_q = torch.stack([_round_to_fp8(w, torch.float8_e4m3fn) for w in weight])
         ctx.save_for_backward(x_q, w_q, expert)
         return (x_q[:, None] @ w_q[expert].mT)[:, 0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x_q, w_q, expert = ctx.saved_tensors
-        dy_q = _rounded_by_expert(dy, expert, torch.float8_e5m2)
-        own = expert == torch.arange(len(w_q))[:, None]
-        dw = (dy_q.t() * own[:, None]) @ x_q
+        dy_q = _round_by_expert(dy, expert, torch.float8_e5m2)
+        expert_mask = expert == torch.arange(len(w_q))[:, None]
+        dw = (dy_q.t() * expert_mask[:, None]) @ x_q
         return (dy_q[:, None] @ w_q[expert])[:, 0], dw, None
 
 
@@ -241,11 +244,11 @@ def _emulated_experts(layer: Any) -> Callable[..., Tensor]:
     return forward
 
 
-def emulated(model: Any, names: list[str]) -> Any:
-    """A copy of a model whose named layers compute on tensors that are rounded to FP8."""
-    made = copy.deepcopy(model)
+def emulate_fp8(model: Any, names: list[str]) -> Any:
+    """Return a copy of a model whose named layers compute on operands rounded to FP8."""
+    copied = copy.deepcopy(model)
     for name in names:
-        layer = made.get_submodule(name)
+        layer = copied.get_submodule(name)
         if hasattr(layer, "gate_up_proj"):
             layer.forward = _emulated_experts(layer)
             continue
@@ -256,4 +259,4 @@ def emulated(model: Any, names: list[str]) -> Any:
             return _EmulatedLinear.apply(x, weight, layer.bias)
 
         layer.forward = forward
-    return made
+    return copied

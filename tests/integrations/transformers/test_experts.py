@@ -1,4 +1,4 @@
-"""convert_to_float8 on Transformers' mixtures of experts, whose experts lie in different ways."""
+"""``convert_to_float8`` on Transformers' MoE models, which store experts in different layouts."""
 
 import copy
 import pickle
@@ -13,12 +13,12 @@ import float8lab
 from float8lab import recipes
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what its dependencies are deprecated for
+    warnings.simplefilter("ignore")  # deprecation warnings of its dependencies
     pytest.importorskip("transformers", reason="needs the extra 'transformers'")
     from float8lab.integrations.transformers import Float8Callback
 
-from tests.integrations.transformers.models import MIXTURES, build, run
-from tests.integrations.transformers.training import DELAYED, losses, same, trainer
+from tests.integrations.transformers.models import MOE_FAMILIES, build, run_step
+from tests.integrations.transformers.training import DELAYED, losses, same_state, trainer
 
 BLOCK = recipes.Float8BlockScaling()
 
@@ -29,35 +29,35 @@ def experts_of(model: Any) -> tuple[str, Any]:
     return name, model.get_submodule(name)
 
 
-@pytest.mark.parametrize("family", MIXTURES)
-def test_all_but_routers_is_in_fp8(family: str) -> None:
-    """In high precision the numbers are the model's own; undone, to the bit."""
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_all_layers_but_routers_are_in_fp8(family: str) -> None:
+    """In high precision the results are the model's; ``to_high_precision`` restores it exactly."""
     model, batch = build(family)
     original = copy.deepcopy(model)
-    want = run(original, batch)
+    expected = run_step(original, batch)
     float8lab.convert_to_float8(model, strict=True)
     report = float8lab.conversion_report(model)
     assert {layer.note.split(",")[0] for layer in report.skipped} == {"a router"}
     assert any(len(layer.shape) == 3 for layer in report.converted)
     with float8lab.autocast(enabled=False):
-        torch.testing.assert_close(run(model, batch), want, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(run_step(model, batch), expected, rtol=1e-4, atol=1e-6)
     with float8lab.count_gemms() as counts:
-        got = run(model, batch)
+        output = run_step(model, batch)
     name, experts = experts_of(model)
     assert counts.fp8_by_module[name] == 6
-    assert 0 < (got[0] - want[0]).norm() < 0.5 * want[0].norm()
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(run(other, batch)[0], got[0])
-        assert type(other.get_submodule(name)) is type(experts)
+    assert 0 < (output[0] - expected[0]).norm() < 0.5 * expected[0].norm()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(run_step(copied, batch)[0], output[0])
+        assert type(copied.get_submodule(name)) is type(experts)
     float8lab.to_high_precision(model)
     assert type(experts) is type(original.get_submodule(name))
     assert vars(experts).keys() == vars(original.get_submodule(name)).keys()
-    torch.testing.assert_close(run(model, batch), want, rtol=0, atol=0)
+    torch.testing.assert_close(run_step(model, batch), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4", "dbrx"])
-def test_experts_are_grouped_layers(family: str) -> None:
-    """To the bit those of the library's own modules with the same weights."""
+def test_experts_equal_those_of_the_library(family: str) -> None:
+    """The outputs are bit-identical to those of the library's modules with the same weights."""
     torch.manual_seed(1)
     model, _ = build(family)
     _, experts = experts_of(float8lab.convert_to_float8(model, BLOCK))
@@ -76,39 +76,39 @@ def test_experts_are_grouped_layers(family: str) -> None:
         if family != "mixtral":
             fc1, fc2 = fc1.mT, fc2.mT
     activation = "clamped_swiglu_interleaved" if family == "gpt_oss" else "swiglu"
-    own = float8lab.ExpertMLP(
+    expert_mlp = float8lab.ExpertMLP(
         4, 48, fc2.shape[2], bias=family == "gpt_oss", activation=activation, device="cpu"
     )
     values = {"fc1_weight": fc1, "fc2_weight": fc2}
     if family == "gpt_oss":
         for layer, name in (("fc1", "gate_up"), ("fc2", "down")):
             values[f"{layer}_bias"] = parameters[f"{name}_proj_bias"]
-    own.load_state_dict(values)
+    expert_mlp.load_state_dict(values)
     with float8lab.autocast(recipe=BLOCK):
         if family == "llama4":
-            got, want = experts(x), own.run_rows(x, [3, 3, 3, 3])
+            output, expected = experts(x), expert_mlp.run_rows(x, [3, 3, 3, 3])
         else:
-            got, want = experts(x, index, weights), own(x, weights, index)
-    assert torch.equal(got.view_as(want), want)
+            output, expected = experts(x, index, weights), expert_mlp(x, weights, index)
+    assert torch.equal(output.view_as(expected), expected)
 
 
-def test_the_trainer_learns_and_resumes_to_the_bit(tmp_path, capsys) -> None:
-    # Of Mixtral and others, which are saved expert by expert, Transformers' Trainer does not find
-    # the experts again when it resumes, in high precision either.
-    through = trainer(tmp_path, 8, Float8Callback(DELAYED), build("gpt_oss")[0])
-    through.train()
-    found = losses(through)
-    assert found[-1] < 0.9 * found[0]
+def test_the_trainer_learns_and_resumes_bit_for_bit(tmp_path, capsys) -> None:
+    # The Trainer of Transformers cannot resume Mixtral and other models that save each expert
+    # separately, not in high precision either.
+    uninterrupted = trainer(tmp_path, 8, Float8Callback(DELAYED), build("gpt_oss")[0])
+    uninterrupted.train()
+    step_losses = losses(uninterrupted)
+    assert step_losses[-1] < 0.9 * step_losses[0]
     resumed = trainer(tmp_path, 8, Float8Callback(DELAYED), build("gpt_oss")[0])
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert same(resumed.model, through.model)
+    assert same_state(resumed.model, uninterrupted.model)
     assert "a router, which stays in high precision" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "dbrx"])
-def test_weights_at_one_byte_give_the_same_output(family: str) -> None:
+def test_frozen_fp8_weights_give_the_same_output(family: str) -> None:
     model, batch = build(family)
-    recipe = recipes.Float8RowwiseScaling()  # rows are those of [out, in], however it lies
+    recipe = recipes.Float8RowwiseScaling()  # rows of [out, in], whatever the stored layout
     stored = float8lab.convert_to_float8(copy.deepcopy(model), recipe, freeze_weights=True)
     float8lab.convert_to_float8(model, recipe)
     assert torch.equal(stored(**batch).logits, model(**batch).logits)
@@ -124,7 +124,7 @@ def test_weights_at_one_byte_give_the_same_output(family: str) -> None:
         )
 
 
-def test_a_checkpoint_in_fp8_runs_with_its_bytes(tmp_path) -> None:
+def test_an_fp8_checkpoint_of_experts_is_loaded_bit_for_bit(tmp_path) -> None:
     model, batch = build("mixtral", hidden_size=128, intermediate_size=128, head_dim=32)
     float8lab.convert_to_float8(model, BLOCK, freeze_weights=True, exclude=["lm_head"])
     float8lab.integrations.export(model, tmp_path / "model", "block-fp8")
@@ -139,43 +139,46 @@ def test_a_checkpoint_in_fp8_runs_with_its_bytes(tmp_path) -> None:
 
 
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
-"""Sizes that 128x128 blocks divide."""
+"""Sizes that are multiples of 128x128 blocks."""
 
 
-def names_in(path: Path) -> set[str]:
+def weights_in_file(path: Path) -> set[str]:
     """The weights in a file, without their scales."""
     safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'inspect'")
-    found = safetensors.load_file(path / "model.safetensors")
-    return {name for name in found if not name.endswith(("_scale_inv", "_scale"))}
+    tensors = safetensors.load_file(path / "model.safetensors")
+    return {name for name in tensors if not name.endswith(("_scale_inv", "_scale"))}
 
 
 @pytest.mark.parametrize(
     ("family", "format"),
     [("mixtral", "block-fp8"), ("mixtral", "compressed-tensors"), ("olmoe", "block-fp8")],
 )
-def test_transformers_finds_the_experts_of_an_export(tmp_path, family, format) -> None:
-    """They are under the names that it saves, and load_fp8 finds them there, too."""
+def test_transformers_loads_the_experts_of_an_export(tmp_path, family, format) -> None:
+    """The export uses the names that Transformers saves, and ``load_fp8`` reads them, too."""
     if format == "compressed-tensors":
         pytest.importorskip("compressed_tensors", reason="needs the extra 'dev'")
     model, _ = build(family, **WIDE)
     float8lab.convert_to_float8(model, BLOCK)
     report = float8lab.integrations.export(model, tmp_path / "fp8", format)
     assert report.reasons == {"lm_head.weight": "excluded by 'lm_head'"}
-    found, info = type(model).from_pretrained(tmp_path / "fp8", output_loading_info=True)
+    read_by_transformers, info = type(model).from_pretrained(
+        tmp_path / "fp8", output_loading_info=True
+    )
     assert not any(info.values())
-    own, _ = build(family, **WIDE)
-    float8lab.integrations.load_fp8(tmp_path / "fp8", own, dequantize=True)
-    for name, value in own.state_dict().items():
-        got = found.get_parameter(name)
-        if got.dtype == torch.float8_e4m3fn:  # linear layers stay compressed
-            got = got.float() * found.get_parameter(f"{name}_scale")  # one block
-        assert torch.equal(got, value), name
+    dequantized, _ = build(family, **WIDE)
+    float8lab.integrations.load_fp8(tmp_path / "fp8", dequantized, dequantize=True)
+    for name, value in dequantized.state_dict().items():
+        parameter = read_by_transformers.get_parameter(name)
+        if parameter.dtype == torch.float8_e4m3fn:  # linear layers stay compressed
+            # One block.
+            parameter = parameter.float() * read_by_transformers.get_parameter(f"{name}_scale")
+        assert torch.equal(parameter, value), name
     model.save_pretrained(tmp_path / "plain")
-    assert names_in(tmp_path / "fp8") == names_in(tmp_path / "plain")
+    assert weights_in_file(tmp_path / "fp8") == weights_in_file(tmp_path / "plain")
 
 
-def test_experts_that_transformers_does_not_find_are_refused(tmp_path) -> None:
-    """Granite's are saved as stacks, which Transformers does not read in FP8."""
+def test_experts_that_transformers_cannot_load_are_refused(tmp_path) -> None:
+    """Granite's experts are saved as stacks, which Transformers does not read in FP8."""
     model, _ = build("granite_hybrid", **WIDE)
     float8lab.convert_to_float8(model, BLOCK, exclude=["lm_head"])
     for format in ("block-fp8", "compressed-tensors"):
@@ -190,8 +193,8 @@ def test_experts_that_transformers_does_not_find_are_refused(tmp_path) -> None:
 
 @pytest.mark.parametrize("recipe", [BLOCK, recipes.Float8RowwiseScaling()], ids=str)
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4", "granite_hybrid", "gpt2"])
-def test_our_format_holds_every_byte_that_was_trained(tmp_path, family, recipe) -> None:
-    """Of experts with biases and of transposed weights, too; others say why theirs stay."""
+def test_the_float8lab_format_round_trip_is_exact(tmp_path, family, recipe) -> None:
+    """Experts with biases and transposed weights, too; other formats give reasons why they stay."""
     model, batch = build(family)
     float8lab.convert_to_float8(model, recipe, exclude=["lm_head"])
     model.eval()
@@ -201,9 +204,9 @@ def test_our_format_holds_every_byte_that_was_trained(tmp_path, family, recipe) 
     with torch.no_grad():
         for parameter in loaded.parameters():
             parameter.zero_()
-    read = float8lab.integrations.load_fp8(tmp_path / "out", loaded.eval())
-    assert read.fp8.keys() == report.fp8.keys()
-    assert read.notes == ()
+    load_report = float8lab.integrations.load_fp8(tmp_path / "out", loaded.eval())
+    assert load_report.fp8.keys() == report.fp8.keys()
+    assert load_report.notes == ()
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
     if family == "granite_hybrid":
         return
@@ -212,52 +215,52 @@ def test_our_format_holds_every_byte_that_was_trained(tmp_path, family, recipe) 
         with pytest.raises(ValueError, match="model must have a linear layer"):
             float8lab.integrations.export(model, tmp_path / "theirs", format)
         return
-    theirs = float8lab.integrations.export(model, tmp_path / "theirs", format)
+    other_report = float8lab.integrations.export(model, tmp_path / "theirs", format)
     name = next(name for name in report.fp8 if name.endswith("gate_up_proj"))
-    assert theirs.reasons.keys() == report.fp8.keys() - theirs.fp8.keys()
-    words = "have no biases" if family == "gpt_oss" else "and these are transposed"
-    assert words in theirs.reasons[name]
-    assert f"{name}, " in str(theirs)
+    assert other_report.reasons.keys() == report.fp8.keys() - other_report.fp8.keys()
+    reason = "have no biases" if family == "gpt_oss" else "and these are transposed"
+    assert reason in other_report.reasons[name]
+    assert f"{name}, " in str(other_report)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "dbrx"])
-def test_our_format_holds_bytes_of_delayed_scales(tmp_path, family) -> None:
-    """Stored in the very model that was trained, they give its output."""
+def test_the_float8lab_format_keeps_the_weights_of_delayed_scaling(tmp_path, family) -> None:
+    """The weights of the export, put into the trained model, give its output."""
     model, batch = build(family)
     float8lab.convert_to_float8(model, DELAYED, exclude=["lm_head"])
-    run(model, batch)
+    run_step(model, batch)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3)  # delayed scales do not know it yet
+            parameter.mul_(3)  # delayed scales do not see this change yet
     model.eval()
-    want = model(**batch).logits
+    expected = model(**batch).logits
     report = float8lab.integrations.export(model, tmp_path / "out", "float8lab")
     assert sum("experts" in name for name in report.fp8) == (4 if family == "gpt_oss" else 6)
     assert report.reasons == {}
     loaded, _ = build(family)
     float8lab.integrations.load_fp8(tmp_path / "out", loaded, dequantize=True)
-    assert not torch.equal(loaded.eval()(**batch).logits, want)
+    assert not torch.equal(loaded.eval()(**batch).logits, expected)
     stored, _ = build(family)
     float8lab.integrations.load_fp8(tmp_path / "out", stored)
     for name in report.fp8:
-        module, _, last = name.rpartition(".")
+        module, _, parameter_name = name.rpartition(".")
         value = stored.get_parameter(name) if family == "gpt_oss" else loaded.get_parameter(name)
-        setattr(model.get_submodule(module), last, value)
-    got = model(**batch).logits
-    # The same bytes; stored as transposes, they may be multiplied in another order of sums.
-    rounding = torch.finfo(torch.float32).eps * float(want.detach().abs().max())
-    torch.testing.assert_close(got, want, rtol=0, atol=16 * rounding)
+        setattr(model.get_submodule(module), parameter_name, value)
+    output = model(**batch).logits
+    # The FP8 data is equal. GEMMs of transposed weights may sum in another order.
+    rounding = torch.finfo(torch.float32).eps * float(expected.detach().abs().max())
+    torch.testing.assert_close(output, expected, rtol=0, atol=16 * rounding)
 
 
-def test_loading_says_which_experts_keep_their_own_forward() -> None:
-    """With one scale each for gate and up, no recipe has the blocks of the two joined."""
+def test_loading_notes_which_experts_have_no_recipe() -> None:
+    """Gate and up have a scale each, and no recipe has the blocks of the two joined."""
     model, _ = build("olmoe")
     prefix = "model.layers.0.mlp.experts"
     state = {n: v for n, v in model.state_dict().items() if not n.startswith(prefix)}
     for name, value in model.get_submodule(prefix).named_parameters():
-        for e, parts in enumerate(value.detach().unbind()):
+        for e, stacked in enumerate(value.detach().unbind()):
             kinds = ("gate", "up") if "gate" in name else ("down",)
-            for kind, part in zip(kinds, parts.chunk(len(kinds)), strict=True):
+            for kind, part in zip(kinds, stacked.chunk(len(kinds)), strict=True):
                 stored = float8lab.quantize(part)
                 state[f"{prefix}.{e}.{kind}_proj.weight"] = stored.qdata
                 state[f"{prefix}.{e}.{kind}_proj.weight_scale"] = stored.scale
@@ -267,22 +270,22 @@ def test_loading_says_which_experts_keep_their_own_forward() -> None:
     assert note == f"{prefix} runs without a recipe: none has the blocks of all its experts"
 
 
-def test_the_report_after_loading_says_why_layers_stay(tmp_path) -> None:
+def test_the_report_after_loading_gives_reasons_for_skipped_layers(tmp_path) -> None:
     model, _ = build("mixtral", **WIDE)
     float8lab.convert_to_float8(model, BLOCK)
     float8lab.integrations.export(model, tmp_path / "out", exclude=["lm_head", "*.q_proj"])
     loaded, _ = build("mixtral", **WIDE)
     float8lab.integrations.load_fp8(tmp_path / "out", loaded)
     report = float8lab.conversion_report(loaded)
-    why = {layer.name.rpartition(".")[2]: layer.note for layer in report.skipped}
+    notes = {layer.name.rpartition(".")[2]: layer.note for layer in report.skipped}
     router = "a router, which stays in high precision"
-    here = "in high precision in the checkpoint"
-    assert why == {"gate": router, "q_proj": here, "lm_head": here}
+    in_checkpoint = "in high precision in the checkpoint"
+    assert notes == {"gate": router, "q_proj": in_checkpoint, "lm_head": in_checkpoint}
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_lora_on_parameters_of_experts() -> None:
-    """PEFT adds its product to the stacked weights while the experts run."""
+def test_lora_on_parameters_of_experts_trains_only_the_adapters() -> None:
+    """PEFT adds the LoRA GEMM to the stacked weights while the experts run."""
     peft = pytest.importorskip("peft", reason="needs the extra 'peft'")
     model, batch = build("mixtral")
     config = peft.LoraConfig(
@@ -291,7 +294,7 @@ def test_lora_on_parameters_of_experts() -> None:
     adapted = float8lab.convert_to_float8(peft.get_peft_model(model, config))
     name, _ = experts_of(adapted)
     with float8lab.count_gemms() as counts:
-        _, gradients = run(adapted, batch)
+        _, gradients = run_step(adapted, batch)
     assert counts.fp8_by_module[name] > 0
     trained = {n for n, p in adapted.named_parameters() if p.grad is not None}
     assert trained

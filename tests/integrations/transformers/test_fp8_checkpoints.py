@@ -1,4 +1,4 @@
-"""Models that Transformers loads from FP8 checkpoints: taken over by load_fp8, and trained."""
+"""Models that Transformers loads from FP8 checkpoints, taken over by ``load_fp8`` and trained."""
 
 import warnings
 from pathlib import Path
@@ -14,7 +14,7 @@ from float8lab.optim import MasterWeights
 from float8lab.tensor import Float8Tensor
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what its dependencies are deprecated for
+    warnings.simplefilter("ignore")  # deprecation warnings of its dependencies
     transformers = pytest.importorskip("transformers", minversion="5.23")
     pytest.importorskip("accelerate", reason="needs the extra 'transformers'")
     peft = pytest.importorskip("peft", reason="needs the extra 'peft'")
@@ -30,15 +30,15 @@ SIZES = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 128, "tie_word_embeddings": False,
 }  # fmt: skip
 MODELS = {"dense": "LlamaForCausalLM", "experts": "Qwen3MoeForCausalLM"}
-REMEMBERED = "_weight_conversions"  # by a model, of how it was loaded
+CONVERSIONS = "_weight_conversions"  # a model's attribute on how it was loaded
 FORMATS = {
     "block-fp8": recipes.Float8BlockScaling(),
     "compressed-tensors": recipes.Float8RowwiseScaling(),
 }
 
 
-def write(folder: Path, kind: str, format: str = "block-fp8") -> Path:
-    """A checkpoint whose dense layers and experts are in FP8."""
+def write_checkpoint(folder: Path, kind: str, format: str = "block-fp8") -> Path:
+    """Write a checkpoint whose dense layers and experts are in FP8."""
     torch.manual_seed(0)
     model = getattr(transformers, MODELS[kind])
     model = model(model.config_class(**SIZES)).to(torch.bfloat16)
@@ -48,30 +48,32 @@ def write(folder: Path, kind: str, format: str = "block-fp8") -> Path:
 
 
 def from_pretrained(folder: Path, *, quantized: bool = False) -> Any:
-    """Load a model as Transformers does without a GPU, or as it does with one."""
+    """Load a model as Transformers does without a GPU, or, if ``quantized``, as with one."""
     with pytest.MonkeyPatch.context() as patch:
         if quantized:
             patch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
         return transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
-def stored(model: Any) -> dict[str, Float8Tensor]:
+def fp8_parameters(model: Any) -> dict[str, Float8Tensor]:
     return {n: p for n, p in model.named_parameters() if isinstance(p, Float8Tensor)}
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_loaded_model_is_taken_over(tmp_path: Path, kind: str, format: str) -> None:
+def test_load_fp8_takes_over_a_model_loaded_by_transformers(
+    tmp_path: Path, kind: str, format: str
+) -> None:
     if format == "compressed-tensors":
         pytest.importorskip("compressed_tensors")
-    folder = write(tmp_path, kind, format)
-    high = from_pretrained(folder)
-    load_fp8(folder, high, dequantize=True)  # in whichever way it was loaded
-    plain = getattr(transformers, MODELS[kind])(high.config).to(torch.bfloat16)
-    load_fp8(folder, plain)
+    folder = write_checkpoint(tmp_path, kind, format)
+    high_precision = from_pretrained(folder)
+    load_fp8(folder, high_precision, dequantize=True)  # however the model was loaded
+    expected = getattr(transformers, MODELS[kind])(high_precision.config).to(torch.bfloat16)
+    load_fp8(folder, expected)
     for quantized in (False, True):
         model = from_pretrained(folder, quantized=quantized)
-        layers, conversions = list(model.modules()), getattr(model, REMEMBERED, None)
+        layers, conversions = list(model.modules()), getattr(model, CONVERSIONS, None)
         if quantized or format == "compressed-tensors":
             float8lab.convert_to_float8(model, exclude=["lm_head", "*.experts"])
             notes = {layer.note for layer in float8lab.conversion_report(model).skipped}
@@ -79,40 +81,41 @@ def test_a_loaded_model_is_taken_over(tmp_path: Path, kind: str, format: str) ->
         with pytest.raises(ValueError, match="must fit the model"):
             load_fp8({"lm_head.weight": torch.ones(1)}, model)
         assert list(model.modules()) == layers
-        assert getattr(model, REMEMBERED, None) is conversions
+        assert getattr(model, CONVERSIONS, None) is conversions
         load_fp8(folder, model)
-        assert_same_state(model.state_dict(), plain.state_dict())
+        assert_same_state(model.state_dict(), expected.state_dict())
         assert not getattr(model, "is_quantized", False)
         assert getattr(model.config, "quantization_config", None) is None
-        # As its own class saves it, which every reader and the Trainer take.
+        # Saved as by its own class, which every reader and the Trainer accept.
         with float8lab.fallback("silent"):
             model.save_pretrained(tmp_path / "saved")
-        again = from_pretrained(tmp_path / "saved")
+        reloaded = from_pretrained(tmp_path / "saved")
         assert all(
-            torch.equal(p, q) for p, q in zip(again.parameters(), high.parameters(), strict=True)
+            torch.equal(p, q)
+            for p, q in zip(reloaded.parameters(), high_precision.parameters(), strict=True)
         )
 
         batch = {key: torch.stack([row[key] for row in tokens()[:4]]) for key in tokens()[0]}
-        exact = plain_copy(high)
-        exact(**batch).loss.backward()
+        float32_model = float32_copy(high_precision)
+        float32_model(**batch).loss.backward()
         model.requires_grad_(True)
         with float8lab.count_gemms() as counts:
             model(**batch).loss.backward()
         assert counts.fp8 == 3 * (7 if kind == "dense" else 4 + 2)
-        for (name, p), q in zip(model.named_parameters(), exact.parameters(), strict=True):
+        for (name, p), q in zip(model.named_parameters(), float32_model.parameters(), strict=True):
             gradients = p.grad.float().flatten(), q.grad.flatten()
             assert torch.cosine_similarity(*gradients, dim=0) > 0.95, name
 
 
-def plain_copy(model: Any) -> Any:
-    """In float32."""
+def float32_copy(model: Any) -> Any:
+    """Return a copy in float32."""
     copied = type(model)(model.config).float()
     copied.load_state_dict({n: v.float() for n, v in model.state_dict().items()})
     return copied
 
 
-def run(folder: Path, out: Path, *, lora: bool, resume: bool = False) -> Any:
-    """Four steps of the Trainer, or the last two of them."""
+def run_trainer(folder: Path, out: Path, *, lora: bool, resume: bool = False) -> Any:
+    """Run four steps of the Trainer, or only the last two."""
     model: Any = from_pretrained(folder)
     load_fp8(folder, model)
     torch.manual_seed(0)
@@ -140,18 +143,18 @@ def run(folder: Path, out: Path, *, lora: bool, resume: bool = False) -> Any:
 def test_the_trainer_trains_saves_and_resumes_bit_for_bit(
     tmp_path: Path, kind: str, lora: bool
 ) -> None:
-    folder = write(tmp_path, kind)
-    whole = run(folder, tmp_path / "out", lora=lora)
-    resumed = run(folder, tmp_path / "out", lora=lora, resume=True)
-    assert_same_state(whole.model.state_dict(), resumed.model.state_dict())
-    losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
+    folder = write_checkpoint(tmp_path, kind)
+    uninterrupted = run_trainer(folder, tmp_path / "out", lora=lora)
+    resumed = run_trainer(folder, tmp_path / "out", lora=lora, resume=True)
+    assert_same_state(uninterrupted.model.state_dict(), resumed.model.state_dict())
+    losses = [entry["loss"] for entry in uninterrupted.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0]
-    if lora:  # the base has the checkpoint's bytes
-        assert len(stored(whole.model)) == (7 if kind == "dense" else 4 + 2)
-        assert not any(p.requires_grad for p in stored(whole.model).values())
+    if lora:  # the base keeps the checkpoint's bytes
+        assert len(fp8_parameters(uninterrupted.model)) == (7 if kind == "dense" else 4 + 2)
+        assert not any(p.requires_grad for p in fp8_parameters(uninterrupted.model).values())
         return
-    export(whole.model, tmp_path / "trained")
-    again = from_pretrained(folder)
-    load_fp8(tmp_path / "trained", again)
-    for name, tensor in export_stream(again):
-        assert torch.equal(tensor, dict(export_stream(whole.model))[name]), name
+    export(uninterrupted.model, tmp_path / "trained")
+    reloaded = from_pretrained(folder)
+    load_fp8(tmp_path / "trained", reloaded)
+    for name, tensor in export_stream(reloaded):
+        assert torch.equal(tensor, dict(export_stream(uninterrupted.model))[name]), name

@@ -1,4 +1,4 @@
-"""convert_to_float8 on Hugging Face models: numbers, generation, saving, recomputation, graphs."""
+"""``convert_to_float8`` on Hugging Face models: steps, generation, files, recompute and graphs."""
 
 import copy
 import pickle
@@ -15,13 +15,13 @@ import float8lab
 from float8lab import recipes
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what its dependencies are deprecated for
+    warnings.simplefilter("ignore")  # deprecation warnings of its dependencies
     transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers'")
     from transformers.pytorch_utils import Conv1D
 
     from float8lab.integrations.transformers import Float8Conv1D
 
-from tests.integrations.transformers.models import FAMILIES, build, emulated, run
+from tests.integrations.transformers.models import FAMILIES, build, emulate_fp8, run_step
 from tests.nn.models import report_of
 from tests.same_bytes import assert_same_state
 
@@ -35,7 +35,7 @@ def converted_names(report: Any) -> list[str]:
 
 
 def record_calls(model: Any, names: list[str]) -> dict[str, list[torch.Tensor]]:
-    """Filled by a step: a layer's input, output and gradient of its output."""
+    """Return a dict which a step fills with the input, output and output gradient of each layer."""
     calls: dict[str, list[torch.Tensor]] = {}
 
     def record(name: str, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
@@ -51,34 +51,37 @@ def record_calls(model: Any, names: list[str]) -> dict[str, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_runs_as_rounding_to_fp8_says(family: str) -> None:
-    """Against FP8 in plain PyTorch, by the error that FP8 makes in the original model.
+def test_a_step_matches_emulated_fp8(family: str) -> None:
+    """Compare with FP8 in plain PyTorch, relative to the error of FP8 against the original model.
 
-    Both round the same numbers but for the order of float32 sums, by which now and then a number is
-    rounded the other way: one of a thousand moves the error by a tenth. A layer left in high
-    precision, or in another format, moves it more. Not on a GPU: noise of 1e-4 in each product,
-    which is what FP8 tensor cores add, grows from rounding to rounding to 0.5 to 0.9 of the error.
+    Both round the same values except for the order of float32 sums, by which some values are
+    rounded the other way: one in a thousand changes the error by a tenth. A layer left in high
+    precision, or in another format, changes it more. This test is not for GPUs: FP8 tensor cores
+    add noise of 1e-4 to each GEMM, which grows with each rounding to 0.5 to 0.9 of the error.
     """
     model, batch = build(family)
     original = copy.deepcopy(model)
     report = report_of(model)
-    twin = emulated(original, converted_names(report))
+    emulated = emulate_fp8(original, converted_names(report))
     with float8lab.count_gemms() as counts:
-        found = run(model, batch)
-    # Nothing asks for the gradient of pixels or a spectrum, so the first layers may have no dgrad.
-    products = sum(2 if len(layer.shape) == 3 else 1 for layer in report.converted)
-    assert 3 * products >= counts.fp8 >= 2 * products
-    for got, wanted, high in zip(found, run(twin, batch), run(original, batch), strict=True):
-        error = (wanted - high).norm()
-        assert 0.01 * high.norm() < error < 0.25 * high.norm()
-        assert (got - wanted).norm() < 0.05 * error
+        results = run_step(model, batch)
+    # The gradient of pixels or a spectrum is not needed, so the first layers may have no dgrad.
+    weights = sum(2 if len(layer.shape) == 3 else 1 for layer in report.converted)
+    assert 3 * weights >= counts.fp8 >= 2 * weights
+    for value, expected, high_precision in zip(
+        results, run_step(emulated, batch), run_step(original, batch), strict=True
+    ):
+        error = (expected - high_precision).norm()
+        assert 0.01 * high_precision.norm() < error < 0.25 * high_precision.norm()
+        assert (value - expected).norm() < 0.05 * error
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_layer_rounds_as_fp8_says(family: str, device: torch.device) -> None:
-    """Within the model, against FP8 in plain PyTorch on the same input and output gradient.
+def test_each_layer_matches_emulated_fp8(family: str, device: torch.device) -> None:
+    """Compare each layer with FP8 in plain PyTorch on the same input and output gradient.
 
-    What rounds is the same to the bit, so what is left is the precision of the products' sums.
+    The rounded operands are bit-identical, so the remaining difference is the precision of the
+    sums.
     """
     model, batch = build(family)
     model, batch = model.to(device), {name: value.to(device) for name, value in batch.items()}
@@ -87,28 +90,30 @@ def test_each_layer_rounds_as_fp8_says(family: str, device: torch.device) -> Non
     names = [layer.name for layer in report.converted if len(layer.shape) == 2]
     calls = record_calls(model, names)
     model(**batch).loss.backward()
-    assert sorted(calls) == sorted(names)  # each once
+    assert sorted(calls) == sorted(names)  # each layer is called once
     uses = Counter(id(model.get_submodule(name).weight) for name in names)
     uses.update(id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding))
-    twin = emulated(original, names)
+    emulated = emulate_fp8(original, names)
     bound = 1e-5 if device.type == "cpu" else 1e-3
     for name, (x, y, dy) in calls.items():
-        layer, reference = model.get_submodule(name), twin.get_submodule(name)
+        layer, reference = model.get_submodule(name), emulated.get_submodule(name)
         x = x.detach().requires_grad_()
-        wanted = reference(x)
-        (dx,) = torch.autograd.grad(layer.forward(x), x, dy)  # past the hook
-        wanted.backward(dy)
-        pairs = {"y": (y, wanted), "dx": (dx, x.grad)}
-        if layer.bias is not None:  # softmax makes that of keys 0, so by the size of what is summed
+        reference_y = reference(x)
+        (dx,) = torch.autograd.grad(layer.forward(x), x, dy)  # without the hook
+        reference_y.backward(dy)
+        pairs = {"y": (y, reference_y), "dx": (dx, x.grad)}
+        # softmax makes the bias gradient of keys 0, so the bound is by the size of the summands.
+        if layer.bias is not None:
             db = layer.bias.grad - reference.bias.grad
             assert db.norm() < 1e-5 * dy.abs().flatten(0, -2).sum(0).norm(), f"db of {name}"
-        if uses[id(layer.weight)] == 1:  # else the gradient is a sum over those who share it
+        # Else the gradient is a sum over the layers that share the weight.
+        if uses[id(layer.weight)] == 1:
             pairs["dw"] = (layer.weight.grad, reference.weight.grad)
-        for what, (got, expected) in pairs.items():
-            assert (got - expected).norm() < bound * expected.norm(), f"{what} of {name}"
+        for quantity, (value, expected) in pairs.items():
+            assert (value - expected).norm() < bound * expected.norm(), f"{quantity} of {name}"
 
 
-def test_the_report_says_what_is_not_in_fp8() -> None:
+def test_the_report_gives_reasons_for_skipped_layers() -> None:
     report = report_of(build("qwen3_moe")[0])
     assert {layer.name: layer.note for layer in report.skipped} == {
         "model.layers.0.mlp.gate": "a router, which stays in high precision"
@@ -119,30 +124,30 @@ def test_the_report_says_what_is_not_in_fp8() -> None:
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.endswith("moe")])
-def test_all_of_other_models_is_in_fp8(family: str) -> None:
-    """No weight of two dimensions or more is left, but of embeddings and convolutions."""
+def test_all_linear_layers_of_other_models_are_in_fp8(family: str) -> None:
+    """Only embeddings and convolutions keep weights of two dimensions or more in high precision."""
     model, _ = build(family)
     report = report_of(model, strict=True)
     assert not report.skipped
     in_fp8 = {id(model.get_submodule(name).weight) for name in converted_names(report)}
-    left = {
+    other_types = {
         type(module)
         for module in model.modules()
         if (weight := getattr(module, "weight", None)) is not None
         and weight.ndim > 1
         and id(weight) not in in_fp8
     }
-    assert all(issubclass(cls, (nn.Embedding, nn.Conv1d, nn.Conv2d)) for cls in left)
+    assert all(issubclass(cls, (nn.Embedding, nn.Conv1d, nn.Conv2d)) for cls in other_types)
 
 
-def test_conv1d_stays_what_it_is() -> None:
+def test_a_converted_conv1d_stays_a_conv1d() -> None:
     model, batch = build("gpt2")
     before = copy.deepcopy(model)
     parameters = dict(model.named_parameters())
     float8lab.convert_to_float8(model)
     layer = model.transformer.h[0].mlp.c_fc
     assert type(layer) is Float8Conv1D
-    assert isinstance(layer, Conv1D)  # which PEFT asks for
+    assert isinstance(layer, Conv1D)  # PEFT checks for this class
     assert layer.weight.shape == (48, 192)
     assert (layer.in_features, layer.out_features) == (48, 192)
     assert repr(layer) == "Conv1D(nf=192, nx=48, recipe=Float8CurrentScaling())"
@@ -158,7 +163,9 @@ def test_conv1d_stays_what_it_is() -> None:
 
 @pytest.mark.parametrize(("out_features", "in_features"), [(0, 16), (16, 0)])
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning")
-def test_conv1d_without_features(out_features: int, in_features: int) -> None:
+def test_conv1d_without_features_has_zero_outputs_and_gradients(
+    out_features: int, in_features: int
+) -> None:
     model = float8lab.convert_to_float8(nn.Sequential(Conv1D(out_features, in_features)))
     x = torch.ones(3, in_features, requires_grad=True)
     y = model(x)
@@ -169,7 +176,7 @@ def test_conv1d_without_features(out_features: int, in_features: int) -> None:
 
 
 def test_conv1d_stays_in_high_precision_in_an_export(tmp_path: Path) -> None:
-    """Readers have no FP8 form of it: their block FP8 is that of torch.nn.Linear."""
+    """Readers have no FP8 form of Conv1D: their block FP8 is for torch.nn.Linear."""
     model, _ = build("gpt2")
     model.lm_head = nn.Linear(48, 64, bias=False)
     float8lab.convert_to_float8(model)
@@ -188,53 +195,56 @@ GENERATE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("family", "how"),
+    ("family", "strategy"),
     [("llama", "greedy"), ("llama", "beams"), ("llama", "sampling"), ("gpt2", "sampling"),
      ("t5", "beams"), ("whisper", "greedy"), ("qwen3_moe", "greedy")],
 )  # fmt: skip
-def test_generates_what_rounding_to_fp8_does(family: str, how: str) -> None:
-    """With a cache of keys and values, token by token, as the emulation in plain PyTorch."""
+def test_generation_matches_emulated_fp8(family: str, strategy: str) -> None:
+    """Generation with a key/value cache gives the tokens of the emulation in plain PyTorch."""
     model, batch = build(family)
     with torch.no_grad():
-        for parameter in model.parameters():  # random models hardly tell one token from another
+        # The logits of random models are nearly equal for all tokens.
+        for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(4)
     report = report_of(model.eval())
     plain = float8lab.to_high_precision(copy.deepcopy(model))
-    twin = emulated(plain, converted_names(report))
+    emulated = emulate_fp8(plain, converted_names(report))
     batch = {name: value for name, value in batch.items() if name != "labels"}
-    found = []
-    for each in (model, twin):
+    generated = []
+    for generator in (model, emulated):
         torch.manual_seed(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # advice about generation configs
-            found.append(
-                each.generate(**batch, max_new_tokens=8, min_new_tokens=8, **GENERATE[how])
+            generated.append(
+                generator.generate(
+                    **batch, max_new_tokens=8, min_new_tokens=8, **GENERATE[strategy]
+                )
             )
-    assert found[0].shape[1] >= 8
-    assert torch.equal(*found)
+    assert generated[0].shape[1] >= 8
+    assert torch.equal(*generated)
 
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")  # since 5.24
-def test_a_cache_changes_nothing_where_each_token_has_its_own_scale() -> None:
+def test_a_cache_changes_nothing_if_each_token_has_its_own_scale() -> None:
     model, batch = build("llama")
     float8lab.convert_to_float8(model.eval(), recipes.Float8RowwiseScaling())
     tokens = batch["input_ids"]
     with torch.no_grad():
-        whole = model(tokens).logits
+        uncached = model(tokens).logits
         first = model(tokens[:, :5], use_cache=True)
-        rest = model(tokens[:, 5:], past_key_values=first.past_key_values).logits
-    parts = torch.cat([first.logits, rest], dim=1)
-    # What differs is the order of float32 sums, which FP8 may amplify to one rounding.
-    assert (parts - whole).norm() < 1e-3 * whole.norm()
+        last_logits = model(tokens[:, 5:], past_key_values=first.past_key_values).logits
+    cached = torch.cat([first.logits, last_logits], dim=1)
+    # The order of float32 sums differs, which FP8 may amplify to a step of one rounding.
+    assert (cached - uncached).norm() < 1e-3 * uncached.norm()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "bert", "qwen3_moe"])
-def test_saves_what_the_plain_model_saves(family: str, tmp_path: Path) -> None:
+def test_a_converted_model_saves_the_files_of_the_plain_model(family: str, tmp_path: Path) -> None:
     model, batch = build(family)
     float8lab.convert_to_float8(model, DELAYED)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run(model, batch)
+    run_step(model, batch)
     optimizer.step()
     model.eval()
     model.save_pretrained(tmp_path / "fp8")
@@ -251,7 +261,7 @@ def test_saves_what_the_plain_model_saves(family: str, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "fp8" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
 
-    float8lab.convert_to_float8(loaded)  # and is converted like any other
+    float8lab.convert_to_float8(loaded)  # a loaded model can be converted as any other
     float8lab.convert_to_float8(model)
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
 
@@ -265,33 +275,35 @@ def test_saves_what_the_plain_model_saves(family: str, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_gradient_checkpointing_changes_no_bit(family: str, reentrant: bool) -> None:
-    """Over steps whose delayed scales depend on those before.
+    """Several steps, whose delayed scales depend on earlier steps.
 
-    Not T5, whose last bits recomputation changes in high precision, too.
+    Without T5: recompute changes its last bits in high precision, too.
     """
-    found = []
-    for recomputes in (False, True):
+    runs = []
+    for checkpointing in (False, True):
         model, batch = build(family)
         float8lab.convert_to_float8(model, DELAYED)
-        if recomputes:
+        if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         steps = []
         with float8lab.count_gemms() as counts:
             for _ in range(3):
-                steps += run(model, batch)
+                steps += run_step(model, batch)
                 optimizer.step()
-        found.append((steps, counts.fp8))
-    (plain, gemms), (recomputed, more) = found
-    assert more > gemms
+        runs.append((steps, counts.fp8))
+    (plain, gemms), (recomputed, gemms_with_recompute) = runs
+    assert gemms_with_recompute > gemms
     assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_compiles_without_a_break(family: str) -> None:
+def test_models_compile_without_a_graph_break(family: str) -> None:
     model, batch = build(family, num_hidden_layers=1)
     float8lab.convert_to_float8(model, DELAYED)
     eager = copy.deepcopy(model)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for _ in range(2):
-        torch.testing.assert_close(run(compiled, batch), run(eager, batch), rtol=0, atol=0)
+        torch.testing.assert_close(
+            run_step(compiled, batch), run_step(eager, batch), rtol=0, atol=0
+        )

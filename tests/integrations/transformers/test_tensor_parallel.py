@@ -1,4 +1,4 @@
-"""Models that Transformers shards over ranks itself, by ``tp_plan="auto"``, in FP8."""
+"""Models that Transformers itself shards over ranks, by ``tp_plan="auto"``, in FP8."""
 
 import copy
 from typing import Any
@@ -16,7 +16,7 @@ from tests.distributed.test_parallelize import integers, unshard
 
 transformers.utils.logging.disable_progress_bar()
 
-# Their scales are powers of two, so integers stay exact, and so do sums in any order.
+# The scales are powers of two, so integers stay exact, and so do sums in any order.
 RECIPES = [
     Float8CurrentScaling(power_of_2_scale=True),
     DelayedScaling(power_of_2_scale=True),
@@ -34,9 +34,9 @@ def llama(ranks: Ranks) -> Any:
     return transformers.LlamaForCausalLM(config).to(ranks.device)
 
 
-def sharded(model: Any, ranks: Ranks, **options: Any) -> Any:
-    """The same model, as Transformers loads and shards it."""
-    model.save_pretrained(ranks.tmp_path)  # the first rank alone writes
+def load_sharded(model: Any, ranks: Ranks, **options: Any) -> Any:
+    """Load the same model as Transformers shards it."""
+    model.save_pretrained(ranks.tmp_path)  # only the first rank writes
     dist.barrier()
     config = DistributedConfig(tp_plan="auto", tp_size=ranks.world, **options)
     return type(model).from_pretrained(ranks.tmp_path, distributed_config=config)
@@ -46,29 +46,31 @@ def linear_layers(model: nn.Module) -> dict[str, Any]:
     return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
 
 
-def check_each_layer_has_the_numbers_of_one_rank(ranks: Ranks):
+def check_each_layer_equals_that_of_one_rank(ranks: Ranks):
     generator = torch.Generator().manual_seed(1)
     plain = llama(ranks)
     for layer in linear_layers(plain).values():
         for parameter in layer.parameters():
             parameter.data = integers(parameter.shape, generator).to(ranks.device)
     for recipe in RECIPES:
-        model = sharded(plain, ranks)
+        model = load_sharded(plain, ranks)
         wrappers = {name: layer.forward for name, layer in linear_layers(model).items()}
         float8lab.convert_to_float8(model, recipe, strict=True)
-        alone = float8lab.convert_to_float8(copy.deepcopy(plain), recipe)
+        on_one_rank = float8lab.convert_to_float8(copy.deepcopy(plain), recipe)
         for name, layer in linear_layers(model).items():
             assert layer.forward is wrappers[name]
             row_parallel = name.endswith(("o_proj", "down_proj"))
-            expected = alone.get_submodule(name)
+            expected = on_one_rank.get_submodule(name)
             x = integers((2, 12, layer.in_features), generator).to(ranks.device)
             local_x = x.chunk(ranks.world, -1)[ranks.rank] if row_parallel else x
             for grad in (True, False):
                 y, *gradients = results(expected, x, grad)
                 local_y, *local_gradients = results(layer, local_x, grad)
                 assert torch.equal(unsharded(local_y, y, ranks), y), (recipe, name, grad)
-                for local, one in zip(local_gradients, gradients, strict=True):
-                    assert torch.equal(unsharded(local, one, ranks), one), (recipe, name)
+                for local, expected_gradient in zip(local_gradients, gradients, strict=True):
+                    assert torch.equal(
+                        unsharded(local, expected_gradient, ranks), expected_gradient
+                    ), (recipe, name)
 
 
 def results(layer: Any, x: Tensor, grad: bool) -> list[Tensor]:
@@ -85,44 +87,44 @@ def results(layer: Any, x: Tensor, grad: bool) -> list[Tensor]:
 
 
 def unsharded(local: Tensor, expected: Tensor, ranks: Ranks) -> Tensor:
-    """A tensor of all ranks, of a DTensor or of shards of features."""
+    """The global tensor of a DTensor or of shards of features."""
     local = unshard(local)
     return local if local.shape == expected.shape else torch.cat(ranks.gather(local), -1)
 
 
-def check_a_model_trains_generates_and_goes_back(ranks: Ranks):
-    alone, tokens = llama(ranks), TOKENS.to(ranks.device)
-    model = sharded(alone, ranks)
+def check_a_model_trains_generates_and_returns_to_high_precision(ranks: Ranks):
+    on_one_rank, tokens = llama(ranks), TOKENS.to(ranks.device)
+    model = load_sharded(on_one_rank, ranks)
     with torch.no_grad():
-        high, high_of_ranks = alone(tokens).logits, model(tokens).logits
-    for each in (alone, model):
-        float8lab.convert_to_float8(each)
-        each(tokens, labels=tokens).loss.backward()
-    # Ranks differ from one rank by the order of sums, far less than FP8 from high precision.
+        high_precision, sharded_high_precision = on_one_rank(tokens).logits, model(tokens).logits
+    for converted in (on_one_rank, model):
+        float8lab.convert_to_float8(converted)
+        converted(tokens, labels=tokens).loss.backward()
+    # Sharded sums have another order, whose effect is far smaller than that of FP8.
     with torch.no_grad():
-        fp8, fp8_of_ranks = alone(tokens).logits, model(tokens).logits
-    assert (fp8_of_ranks - fp8).norm() < (fp8 - high).norm() / 8
-    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+        fp8, sharded_fp8 = on_one_rank(tokens).logits, model(tokens).logits
+    assert (sharded_fp8 - fp8).norm() < (fp8 - high_precision).norm() / 8
+    for (name, p), q in zip(model.named_parameters(), on_one_rank.parameters(), strict=True):
         assert (unshard(p.grad) - q.grad).norm() < q.grad.norm() / 8, name
     with float8lab.count_gemms() as counts:
         ranks.assert_same(model.generate(tokens, max_new_tokens=2, do_sample=False))
     assert (counts.fp8, counts.high_precision) == (16, 0)
     with float8lab.autocast(enabled=False), torch.no_grad():
-        assert torch.equal(model(tokens).logits, high_of_ranks)
+        assert torch.equal(model(tokens).logits, sharded_high_precision)
     float8lab.to_high_precision(model)
     with torch.no_grad():
-        assert torch.equal(model(tokens).logits, high_of_ranks)
+        assert torch.equal(model(tokens).logits, sharded_high_precision)
     assert {type(layer) for layer in linear_layers(model).values()} == {nn.Linear}
 
 
-def check_the_report_says_why_experts_stay(ranks: Ranks):
-    """Transformers cuts experts by features, or calls them itself; other layers run in FP8."""
+def check_the_report_gives_reasons_for_skipped_experts(ranks: Ranks):
+    """Transformers shards experts by features, or calls them itself; other layers run in FP8."""
     config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
     plain, tokens = transformers.MixtralForCausalLM(config).to(ranks.device), TOKENS
     by_features = "its gate_up_proj is a DTensor; FP8 takes those of torch.nn.Linear, and stacked"
     replaced = "forward was replaced on the layer itself"
     for options, reason in (({}, by_features), ({"ep_size": ranks.world}, replaced)):
-        model = sharded(plain, ranks, **options)
+        model = load_sharded(plain, ranks, **options)
         report = float8lab.conversion_report(float8lab.convert_to_float8(model))
         notes = {layer.name.split(".")[-1]: layer.note for layer in report.skipped}
         assert notes.keys() == {"experts", "gate"}

@@ -1,4 +1,4 @@
-"""TRL's SFT and DPO, by the programs of docs/transformers.md, on a small model in a folder."""
+"""SFT and DPO of TRL, by the programs in docs/transformers.md, on a small saved model."""
 
 import re
 import warnings
@@ -10,7 +10,7 @@ import pytest
 import float8lab
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what its dependencies are deprecated for
+    warnings.simplefilter("ignore")  # deprecation warnings of its dependencies
     transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers'")
     trl = pytest.importorskip("trl", reason="needs trl, which needs Python 3.11")
     import datasets
@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     from tests.integrations.transformers.models import build
     from tests.integrations.transformers.training import losses
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's and datasets' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of TRL and datasets
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "transformers.md").read_text()
 SFT, DPO = re.findall(r"^```python\n(import trl\n.*?|reference = .*?)^```$", PAGE, re.M | re.S)
@@ -31,15 +31,17 @@ WORDS = (
 
 
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the page takes for given: data, and a folder that holds a model and its tokenizer."""
+def page_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The variables that the page assumes: data, and a folder with a model and its tokenizer."""
     monkeypatch.chdir(tmp_path)
     build("llama", tie_word_embeddings=False)[0].save_pretrained("model")
     vocabulary = {word: number for number, word in enumerate(WORDS)}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained("model")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(
+        "model"
+    )
     texts = (
         ("the cat", " sat on a mat", " ran far away"),
         ("a dog", " ran far away", " sat on a mat"),
@@ -56,22 +58,22 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run(text: str, program: dict[str, Any]) -> Any:
-    exec(text, program)
-    return program["trainer"]
+def run_trainer(text: str, page_variables: dict[str, Any]) -> Any:
+    exec(text, page_variables)
+    return page_variables["trainer"]
 
 
-def test_sft_resumes(program: dict[str, Any]) -> None:
-    whole = run(SFT, program)
-    assert float8lab.conversion_report(whole.model).converted
-    resumed = SFT.replace(".train()", '.train(resume_from_checkpoint="sft/checkpoint-2")')
-    assert losses(run(resumed, program)) == losses(whole)
+def test_sft_resumes_with_the_same_losses(page_variables: dict[str, Any]) -> None:
+    uninterrupted = run_trainer(SFT, page_variables)
+    assert float8lab.conversion_report(uninterrupted.model).converted
+    resuming_text = SFT.replace(".train()", '.train(resume_from_checkpoint="sft/checkpoint-2")')
+    assert losses(run_trainer(resuming_text, page_variables)) == losses(uninterrupted)
 
 
-def test_dpo_starts_from_equal_models(program: dict[str, Any]) -> None:
-    """By a reference in FP8 the first step has no reward; one in high precision gives noise."""
+def test_dpo_with_an_fp8_reference_starts_at_zero_reward(page_variables: dict[str, Any]) -> None:
+    """With a reference in FP8 the first step has no reward; one in high precision gives noise."""
     margins = [
-        run(text, {**program, "trl": trl}).state.log_history[0]["rewards/margins"]
+        run_trainer(text, {**page_variables, "trl": trl}).state.log_history[0]["rewards/margins"]
         for text in (DPO, re.sub(r"float8lab.convert_to_float8.*", "", DPO))
     ]
     assert margins[0] == 0
