@@ -210,11 +210,10 @@ def _set_scales(
         weights: in the same order on all ranks.
         shards: this rank's rows of each weight; None for a weight that no longer exists.
     """
-    scales: dict[_Rule | None, list[tuple[Tensor, ...]]] = {}
+    scales: dict[_Rule | None, tuple[Tensor, Tensor]] = {}
     with torch.inference_mode(False), torch.no_grad():
         flat, amaxes = reduced_amaxes([w.row_shard for w in weights], shards, device, mesh)
-        sizes = [weight.row_shard.numbers for weight in weights]
-        for i, (weight, amax) in enumerate(zip(weights, amaxes, strict=True)):
+        for weight, amax in zip(weights, amaxes, strict=True):
             weight.amax = amax
             # A tensor scale is computed only from the amaxes of this weight.
             if weight.rule is not None and weight.row_shard.spec.tensor_scale:
@@ -227,10 +226,9 @@ def _set_scales(
                     scale, factor = factors_from_amax(flat, *weight.rule[:3])
                     if headroom != 1.0:
                         scale, factor = scale * headroom, factor / headroom
-                scales[weight.rule] = [scale.split(sizes), factor.split(sizes)]
-            weight.scale, weight.factor = (
-                floats[i][: amax.numel()].view(amax.shape) for floats in scales[weight.rule]
-            )
+                scales[weight.rule] = scale, factor
+            place = amax.shape, amax.stride(), amax.storage_offset()  # these are equal in all three
+            weight.scale, weight.factor = (x.as_strided(*place) for x in scales[weight.rule])
 
 
 def reduced_amaxes(

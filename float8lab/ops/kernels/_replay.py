@@ -52,6 +52,7 @@ _VIEWS: dict[Any, Callable[..., Tensor]] = {
 }
 _STEPS: dict[Any, Callable[..., Tensor]] = {
     _aten.sum.dim_IntList: torch.sum,
+    _aten.amax.default: torch.amax,
     _aten.cumsum.default: torch.cumsum,
     _aten.mm.default: torch.mm,
     _aten.addmm.default: torch.addmm,
