@@ -243,22 +243,23 @@ def test_launchers_inside_a_launcher_are_part_of_its_recording():
     assert launcher.calls == 2
 
 
-def test_sums_of_torch_between_launches_are_repeated():
+def test_reductions_of_torch_between_launches_are_repeated():
     kernel = FakeKernel(scale_into)
 
     @CountedLauncher
-    def launcher(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def launcher(x: Tensor) -> tuple[Tensor, ...]:
         y = x.new_empty(x.shape)
         kernel(x, y, 2.0)
         z = x.new_empty(x.shape[1:])
         total = y.sum(0)
         kernel(total, z, 3.0)
-        return z, total, y.view(-1).cumsum(0, dtype=torch.float64)
+        return z, total, y.view(-1).cumsum(0, dtype=torch.float64), y.amax()
 
     for _ in range(5):
         x = torch.randn(3, 4)
-        z, total, running = launcher(x)
+        z, total, running, amax = launcher(x)
         assert torch.equal(running, (2 * x).view(-1).cumsum(0, dtype=torch.float64))
+        assert amax == 2 * x.max()
         assert torch.equal(total, (2 * x).sum(0))
         assert torch.equal(z, 3 * total)
     assert launcher.calls == 2
