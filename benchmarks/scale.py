@@ -49,7 +49,7 @@ ROTARY = 2.4e-3 / 16384
 rotary embedding for every element; models keep them (RESULTS.md, "Transformer layer")."""
 LINKS = Links(nvlink=205e9)
 """NCCL's rate for the 64 MB that tensor parallel ranks gather (RESULTS.md, "Links between
-two H200s")."""
+two GPUs")."""
 BY_MEMORY = ("quantize", "elementwise", "optimizer")
 """The kinds of work whose time is that of reading and writing memory."""
 OTHERS = "another library's"
@@ -280,7 +280,7 @@ UNPREDICTED = {
     "overlap": "single GEMMs, with what the CPU needs to queue them",
     "Context parallelism": "attention alone, beside communication",
     "context_parallel": "attention alone, beside communication",
-    "Links between two H200s": "the rate of links is taken from it",
+    "Links between two GPUs": "the rate of links is taken from it",
     "A Llama of a billion parameters, from scratch": "tokens of layers of another width",
     "In turns with the peers": "other libraries; ours is in the sections of layers and experts",
     "Energy of a layer": "energy; its times are those of the section on transformer layers",
