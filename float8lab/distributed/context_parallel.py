@@ -107,6 +107,8 @@ class ContextParallel:
     """Rank p of these and a of A ``exchange_heads`` has the tokens of rank ``p * A + a`` of all."""
     gathers: bool = False
     """Whether ranks that share tokens gather keys and values, rather than pass them on."""
+    grid: tuple[TokenRanks, ...] = ()
+    """If ``exchange_heads`` are in two groups: those of the ranks p and a of rank ``p * A + a``."""
 
     @classmethod
     def of(
@@ -128,29 +130,22 @@ class ContextParallel:
         """All ranks, and this process's rank among them."""
         heads, tokens = self.exchange_heads, self.share_tokens
         rank = tokens.rank * heads.size + heads.rank
-        return TokenRanks(tokens.size * heads.size, rank, tokens.strategy)
+        return TokenRanks(tokens.size * heads.size, rank, heads.strategy)
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The process groups with several ranks."""
-        groups = (ranks.group for ranks in (self.exchange_heads, self.share_tokens))
+        groups = (ranks.group for ranks in (self.exchange_heads, self.share_tokens, *self.grid))
         return tuple(group for group in groups if group is not None)
 
     def with_whole_sequences(self) -> ContextParallel:
-        """Return the same ranks for a call that needs full sequences: all exchange heads.
-
-        Raises:
-            NotImplementedError: these ranks are in two groups.
-        """
-        if len(self.groups) > 1:
-            raise NotImplementedError(
-                "cp_comm_type must not be 'a2a+p2p' for packed sequences, padding, windows, biases "
-                "and whatever is not plain or causal attention; got it. Pass 'a2a' and the group "
-                "of all ranks."
-            )
-        if self.share_tokens.size == 1:
+        """Return the same ranks for a call that needs full sequences: all exchange heads."""
+        heads, tokens = self.exchange_heads, self.share_tokens
+        if tokens.size == 1:
             return self
-        return ContextParallel(self.share_tokens, self.exchange_heads)
+        if heads.size == 1:
+            return ContextParallel(tokens, heads)
+        return ContextParallel(self.ranks, ONE_RANK, grid=(tokens, heads))
 
     def check_heads(self, heads: int, groups: int) -> None:
         """Raise unless the ranks can share these numbers of query heads and key/value heads."""
@@ -182,15 +177,13 @@ class ContextParallel:
 
         If there are fewer heads than ranks, heads are repeated, one for each rank. ``dim`` is the
         dimension of tokens; R counts the ranks that exchange heads, S their tokens. Without
-        ``places`` nothing is sent, and the result has no values.
+        ``places`` nothing is sent, and the result has other values.
         """
         size = self.exchange_heads.size
         if x.shape[-2] < size:
             x = x.repeat_interleave(size // x.shape[-2], -2)
         if places is None:
-            shape = list(x.shape)
-            shape[dim], shape[-2] = shape[dim] * size, shape[-2] // size
-            return x.new_empty(shape)
+            return x.unflatten(-2, (size, -1)).movedim(-3, dim).flatten(dim, dim + 1)
         moves = (self._to_heads, self._to_tokens)
         return GradientMap.run(x, *(partial(move, dim=dim, places=places) for move in moves))
 
@@ -213,8 +206,18 @@ class ContextParallel:
 
     def exchange(self, slices: Tensor) -> Tensor:
         """Send slice r of ``[R, ...]`` to rank r, and return the slices from all ranks."""
-        counts = [1] * self.exchange_heads.size
-        return exchanged(slices, counts, counts, self.exchange_heads.group)
+        grid = self.grid or (self.exchange_heads,)
+        slices = slices.unflatten(0, [ranks.size for ranks in grid])
+        for dim, ranks in enumerate(grid):
+            counts = [1] * ranks.size
+            slices = exchanged(slices.movedim(dim, 0), counts, counts, ranks.group).movedim(0, dim)
+        return slices.flatten(0, len(grid) - 1)
+
+    def all_heads(self, x: Tensor) -> Tensor:
+        """Gather ``[H / R]`` entries of the ranks that exchange heads to ``[H]``; no gradient."""
+        for ranks in reversed(self.grid or (self.exchange_heads,)):
+            x = all_gathered(x.detach(), ranks.size, ranks.name)
+        return x
 
     def local_heads(self, x: Value, dim: int) -> Value:
         """Return this rank's entries of a tensor with one per head; return other values as is."""

@@ -177,24 +177,12 @@ def check_masks_and_formats(ranks: Ranks) -> None:
             for comm_type, order in itertools.product(COMM_TYPES, ORDERS)
         }
         for call in case.calls:
-            settings = {**case.module, **call}
-            mask = settings.get("attn_mask_type", "causal")
-            plain = (
-                mask in ("causal", "no_mask")
-                and "window_size" not in settings
-                and "core_attention_bias_type" not in settings
-                and settings["kv_channels"] == D
-            )
             alone, exact = (
                 case.run(modules["p2p", ORDERS[0]][0], call, case.tensors, wide)
                 for wide in (dtype, torch.float64)
             )
             for (comm_type, order), (_, module) in modules.items():
                 mine = [case.shard(x, ranks, order) for x in case.tensors]
-                if comm_type == "a2a+p2p" and not plain and ranks.world > 2:
-                    with pytest.raises(NotImplementedError, match="padding, windows, biases"):
-                        module(*mine, **call)
-                    continue
                 results = case.run(module, call, mine, dtype)
                 label = f"{name}, {comm_type}, {order}, {call}"
                 try:
@@ -206,6 +194,23 @@ def check_masks_and_formats(ranks: Ranks) -> None:
                         assert all(map(torch.equal, results, shards))
                 except AssertionError as wrong:
                     raise AssertionError(label) from wrong
+
+
+def check_largest_scores(ranks: Ranks) -> None:
+    """Every rank has the largest score of each head."""
+    tensors = [sized(ranks, S, B, heads, D).bfloat16() for heads in (H, 2, 2)]
+    case = Case(tensors, 0, [{}], {"kv_channels": D})
+    regions: list[dict[str, Any]] = [
+        {"enabled": False}, {"recipe": Float8CurrentScaling(fp8_dpa=True)}
+    ]  # fmt: skip
+    for comm_type, order, region in itertools.product(COMM_TYPES, ORDERS, regions):
+        options: dict[str, Any] = {"num_gqa_groups": 2, "return_max_logit": True}
+        one, module = pair(ranks, D, comm_type=comm_type, order=order, **options)
+        with float8lab.autocast(**region):
+            y, largest = one(*tensors)
+            got, scores = module(*(case.shard(x, ranks, order) for x in tensors))
+        torch.testing.assert_close(got, case.shard(y, ranks, order))
+        torch.testing.assert_close(scores, largest)
 
 
 def check_fp8_attention(ranks: Ranks) -> None:

@@ -119,11 +119,11 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
             ``learnable``: the 1 is ``exp`` of the head's number in the parameter
             ``softmax_offset``, ``[H / R]`` float32, which starts at 0.
         return_max_logit: after the output, return the largest score of each head, ``[H / R]``
-            float32, after scale, softcap, bias and mask; -inf where no query sees a key.
+            float32, after scale, softcap, bias and mask; -inf where no query sees a key. It has
+            no gradient if context-parallel ranks share the heads.
         backends: names from ``float8lab.nn.attention.BACKENDS``, which are tried in this order.
 
     Raises:
-        NotImplementedError: ``return_max_logit`` is True with a context-parallel group.
         ValueError: sizes, names or arguments do not fit together.
 
     >>> attention = float8lab.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd")
@@ -228,11 +228,6 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         if context is not None:
             heads = self.num_attention_heads_per_partition
             context.check_heads(heads, self.num_gqa_groups_per_partition)
-            if self.return_max_logit:
-                raise NotImplementedError(
-                    "return_max_logit must be False with a context-parallel group; got True. A "
-                    "rank attends for some of the heads: leave one of the two out."
-                )
 
     def _set_context(self) -> None:
         self._fp8.set_parallel(self._make_parallel("heads", (), False))  # type: ignore[arg-type]  # or NoGroup
@@ -361,7 +356,9 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         out = out if request.repack is None else request.repack(out)
         out = layout.from_heads_first(out, rules.qkv_format)
         out = out if request.leave is None else request.leave(out)
-        return out if largest is None else (out, largest)
+        if largest is None:
+            return out
+        return out, largest if problem.context is None else problem.context.all_heads(largest)
 
     def explain(
         self,
@@ -632,7 +629,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         if context is None:
             return None
         is_plain = given.bias[0] == "no_bias" and self.softmax_type == "vanilla"
-        is_plain = is_plain and not (softcap or self._dropout)
+        is_plain = is_plain and not (softcap or self._dropout or self.return_max_logit)
         if is_plain and takes_ring(qkv[0], qkv[2], given.rules, sizes, context.ranks.size):
             return context
         return context.with_whole_sequences()
