@@ -345,7 +345,7 @@ def _flex_modifiers(
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if caps is not None:
             score = (score / caps[b]).tanh() * caps[b]
-        return score - slopes[rows[b, i], h] * (centres[b, i] - j) if has_alibi else score
+        return score - slopes[rows[b, i], h] * (centres[b, i] - j).abs() if has_alibi else score
 
     modifier = score_mod if has_alibi or caps is not None else None
     if mask.lets_all and packed is None:

@@ -41,7 +41,7 @@ def alibi_slopes(heads: int, device: torch.device | None = None) -> Tensor:
 
 
 class Alibi(NamedTuple):
-    """ALiBi of one call: ``-slope * (i + diagonal - j)`` is added to the scaled scores."""
+    """ALiBi of one call: ``-slope * abs(i + diagonal - j)`` is added to the scaled scores."""
 
     slopes: Tensor
     """``[H]`` or ``[B, H]``, float32."""
@@ -51,7 +51,7 @@ class Alibi(NamedTuple):
     def dense(self, Sq: int, Sk: int) -> Tensor:
         """Return the bias as a matrix, ``[1 or B, H, Sq, Sk]`` float32."""
         slopes = self.slopes.view(-1, self.slopes.shape[-1], 1, 1)
-        return -slopes * distances(self.diagonal, Sq, Sk, slopes.device)
+        return -slopes * distances(self.diagonal, Sq, Sk, slopes.device).abs()
 
 
 def check_bias(bias_type: str, bias: Tensor | None, slopes: Tensor | None) -> None:

@@ -303,7 +303,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
                 scores are scaled; ``post_scale_bias``: it is added afterwards; ``alibi``.
             core_attention_bias: broadcasts to ``[B, H, Sq, Sk]``; may require a gradient. Each
                 tensor-parallel rank passes the bias of its own heads.
-            alibi_slopes: ``[H]`` or ``[B, H]``; ``-slope * (i + Sk - Sq - j)`` is added to the
+            alibi_slopes: ``[H]`` or ``[B, H]``; ``-slope * abs(i + Sk - Sq - j)`` is added to the
                 scaled score of query i and key j. None is the usual geometric sequence. Each
                 tensor-parallel rank passes the slopes of its own heads.
             fast_zero_fill: no effect: values that are not computed are always 0.

@@ -267,7 +267,7 @@ def test_alibi_equals_a_float64_bias(mask_type, slopes):
     span = [k - q for q, k in zip(Q_LENGTHS, KV_LENGTHS, strict=True)] if padded else [SK - SQ] * B
     i, j = torch.arange(SQ)[:, None], torch.arange(SK)
     bias = torch.stack(
-        [-slope.view(-1, H)[b % slope.view(-1, H).shape[0]].view(H, 1, 1) * (i + span[b] - j)
+        [-slope.view(-1, H)[b % slope.view(-1, H).shape[0]].view(H, 1, 1) * (i + span[b] - j).abs()
          for b in range(B)]
     ).double()  # fmt: skip
     module = bshd_attention(attn_mask_type=mask_type, attention_type="cross")
