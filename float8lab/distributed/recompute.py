@@ -63,7 +63,6 @@ def checkpoint(
             limit, and stops recomputing when backward has all it needs. Both give the same compiled
             graph.
         kwargs: keyword arguments of ``function``.
-        kwargs: further arguments of ``function``.
 
     Raises:
         TypeError: ``function`` or ``get_rng_state_tracker`` cannot be called.

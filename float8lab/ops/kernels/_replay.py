@@ -253,8 +253,7 @@ class _Recording(TorchDispatchMode):
         for arg in args:
             if isinstance(arg, Tensor):
                 arg = _Number(self._number(arg, keeps_view=keeps_views))
-                if arg == -1:  # neither an argument nor allocated by the call
-                    self.fits = False
+                self.fits &= arg != -1  # else neither an argument nor allocated by the call
             elif hasattr(arg, "block_shape"):
                 arg = _Number(self._describe(arg))
             elif isinstance(arg, list) and _has_tensor(arg):
