@@ -52,6 +52,7 @@ NOT_CALLED = {
     "Float4Tensor.map": "by functions of this package",
     "Float8Tensor.numpy": "refuses every call without force",
     "Float8Tensor.apply_": "torch's, on the values",
+    "Float8Tensor.fsdp_pre_all_gather": "by FSDP2",
     "Float8Tensor.fsdp_post_all_gather": "by FSDP2",
     "Linear.register_parameter": "torch's",
     "DotProductAttention.check_arguments": "by the modules around it",
