@@ -38,12 +38,13 @@ class FakeKernel:
         with _disable_current_modes():  # torch does not see the work of a kernel
             self.function(*args)
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any, overlaps: bool = False) -> None:
         self.run(5, 1, 1, 7, "handle", "metadata", None, None, None, *args)
         report_launch = getattr(_launch.RECORDING, "launch", None)
         if report_launch is not None:
             launch_arguments = 5, 1, 1, _launch.STREAM, "handle", "metadata", None, None, None
-            report_launch(self.run if self.is_known else None, (*launch_arguments, *args))
+            run = self.run if self.is_known else None
+            report_launch(run, (*launch_arguments, *args), overlaps)
 
 
 @pytest.fixture(autouse=True)
@@ -445,6 +446,36 @@ def test_buffers_are_freed_before_the_next_gemm(monkeypatch):
         assert torch.equal(output, 6 * x)
         assert torch.equal(gemm, square @ square)
     assert alive == [[], [True], [False, True]], "the room is gone when the last is allocated"
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_buffers_of_a_launch_outlive_a_launch_that_overlaps_it(monkeypatch, overlaps):
+    """An output of the second launch may not have the memory that the first one still reads."""
+    alive, storages = [], []
+    kernel = FakeKernel(scale_into)
+    original_empty = _replay._empty_strided
+
+    def recording_empty(*args: Any) -> Tensor:
+        alive.append([not storage.expired() for storage in storages])
+        y = original_empty(*args)
+        storages.append(StorageWeakRef(y.untyped_storage()))
+        return y
+
+    @replayed
+    def launcher(x: Tensor) -> tuple[Tensor, Tensor]:
+        buffer, first, second = (x.new_empty(x.shape) for _ in range(3))
+        kernel(x, buffer, 2.0)
+        kernel(buffer, first, 3.0)
+        kernel(x, second, 5.0, overlaps=overlaps)
+        return first, second
+
+    monkeypatch.setattr(_replay, "_empty_strided", recording_empty)
+    for _ in range(3):
+        x = torch.randn(4, 4)
+        first, second = launcher(x)
+        assert torch.equal(first, 6 * x)
+        assert torch.equal(second, 5 * x)
+    assert alive == [[], [True], [overlaps, True]], "the buffer is freed before the last output"
 
 
 def test_functions_of_torch_get_views_with_their_strides():

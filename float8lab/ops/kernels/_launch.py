@@ -97,7 +97,8 @@ class Launched:
             record(None, ())
         else:
             run, first, values, _ = memo
-            record(run, (*(*grid, 1, 1)[:3], STREAM, *first, *args, *values))
+            launch = (*(*grid, 1, 1)[:3], STREAM, *first, *args, *values)
+            record(run, launch, constants.get("launch_pdl", False))
 
     def _remember(
         self, kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]

@@ -83,6 +83,7 @@ class _Step(NamedTuple):
     number: int | None
     """The number of the tensor that this step returns, if any."""
     is_launch: bool = False
+    overlaps: bool = False  # this launch may begin while the launch before it runs
 
 
 class _Number(int):
@@ -136,6 +137,9 @@ class _Call:
                     exist.add(number)
 
         used = [dict.fromkeys(_numbers_in(step.args)) for step in steps]
+        for i in (i for i, step in enumerate(steps) if step.overlaps):
+            before = max(j for j in range(i) if steps[j].is_launch)
+            used[i] = used[before] | used[i]  # the launch before must have freed nothing by then
         last = {int(number): i for i, numbers in enumerate(used) for number in numbers}
         lasting = {*range(given), *outputs}
         for i, step in enumerate(steps):
@@ -239,13 +243,15 @@ class _Recording(TorchDispatchMode):
         self.tensors.append(descriptor)
         return len(self.tensors) - 1
 
-    def launch(self, run: Callable[..., None] | None, args: tuple[object, ...]) -> None:
+    def launch(
+        self, run: Callable[..., None] | None, args: tuple[object, ...], overlaps: bool = False
+    ) -> None:
         """Add a launch by ``run``; None stands for a launch that cannot be replayed."""
         if run is None:
             self.fits = False
             return
         args = self._numbered(args, keeps_views=False)
-        self.steps.append(_Step(run, args, {}, None, is_launch=True))
+        self.steps.append(_Step(run, args, {}, None, is_launch=True, overlaps=overlaps))
 
     def _numbered(self, args: Sequence[Any], *, keeps_views: bool = True) -> tuple[Any, ...]:
         """Return arguments in which a number replaces each tensor."""
