@@ -22,10 +22,6 @@ layers=32,width=4096,heads=32,groups=8,ffn=14336,vocabulary=128256; or a Transfo
 file. Nothing is run."""
 
 
-_JOB_FIELDS = ("sequence", "mode", "fused", "shard", "tp_overlap")
-"""The options that are fields of a ``Job``."""
-
-
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the subparsers; ``options.run(options)`` returns the exit status."""
     command = commands.add_parser(
@@ -96,8 +92,11 @@ def _scale(options: argparse.Namespace) -> Scale:
     gpus = mesh.gpus if mesh is not None else options.gpus or 8
     network, nvlink = 1e9 * options.network, 1e9 * options.nvlink
     links = Links(node=options.node, nvlink=nvlink, network=network)
-    job_options = {name: vars(options)[name] for name in _JOB_FIELDS}
-    job = Job(batch=options.batch or gpus, memory=1e9 * options.memory, links=links, **job_options)
+    job = Job(
+        batch=options.batch or gpus, sequence=options.sequence, mode=options.mode,
+        fused=options.fused, shard=options.shard, tp_overlap=options.tp_overlap,
+        memory=1e9 * options.memory, links=links,
+    )  # fmt: skip
     recipes = {name: RECIPES[name] for name in options.recipe or RECIPES}
     layout = {"mesh": mesh, "micro": options.micro_batch, "recompute": options.recompute}
     prediction = scale(size, gpus, recipes, job, **layout)
