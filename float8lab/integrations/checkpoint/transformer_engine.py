@@ -28,7 +28,7 @@ from float8lab.checkpoints.source import CheckpointError, refusing
 from float8lab.checkpoints.unpickling import TRANSFORMER_ENGINE_STATE, load_restricted
 from float8lab.inspect.text import Printed
 from float8lab.integrations.checkpoint.weights import delayed_slots
-from float8lab.nn.precision import DY, Precision, W, X, precisions
+from float8lab.nn.precision import DY, Precision, W, X, named_precisions, precisions
 from float8lab.ops import NO_DATA
 from float8lab.recipes.delayed import DelayedSlots
 from float8lab.recipes.recipe import DelayedScaling, Format
@@ -114,13 +114,11 @@ def load_te_scaling(
 
 def _precisions_by_name(model: nn.Module) -> dict[str, tuple[Precision, ...]]:
     """Return the FP8 states of each module and, as in Megatron, of each GEMM of a fused module."""
-    modules: dict[str, tuple[Precision, ...]] = {}
-    for name, module in model.named_modules():
-        gemms = list(precisions(module))
-        modules[name] = tuple(precision for _, precision in gemms)
-        if len(gemms) > 1:
-            modules |= {f"{name}.{gemm}" if name else gemm: (p,) for gemm, p in gemms}
-    return modules
+    gemms = {path: (precision,) for path, _, precision in named_precisions(model)}
+    return gemms | {
+        name: tuple(precision for _, precision in precisions(module))
+        for name, module in model.named_modules()
+    }
 
 
 def _extra_states(source: str | Path | Mapping[str, object]) -> dict[str, object]:
