@@ -106,9 +106,9 @@ def _histograms(
     filled = [record for record in records if record.exponents]
     if not filled:
         return {"steps": [], "low": 0, "high": 0}, {}
-    low = min(min(record.exponents) for record in filled)
-    top = max(max(record.exponents) for record in filled)
-    width = top - low + 1
+    used = {exponent for record in filled for exponent in record.exponents}
+    exponents = range(min(used), max(used) + 1)
+    width = len(exponents)
     most = max(2, MOST_COUNTS // (len(rows) * operands * width))
     steps = evenly_chosen(sorted({record.step for record in filled}), most)
     starts = {step: i * width for i, step in enumerate(steps)}
@@ -118,10 +118,8 @@ def _histograms(
             continue
         name = f"{record.operand}-exponents-{rows[record.layer]}"
         counts = columns.setdefault(name, array("f", [math.nan]) * (len(steps) * width))
-        counts[start : start + width] = array("f", bytes(4 * width))
-        for exponent, count in record.exponents.items():
-            counts[start + exponent - low] = count
-    summary = {"steps": steps, "low": low, "high": top}
+        counts[start : start + width] = array("f", [record.exponents.get(e, 0) for e in exponents])
+    summary = {"steps": steps, "low": exponents[0], "high": exponents[-1]}
     return summary, {name: _encode(counts) for name, counts in columns.items()}
 
 
