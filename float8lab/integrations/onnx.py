@@ -7,8 +7,8 @@ its inverse; this can change the last bit of float32 before the rounding to FP8.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ContextDecorator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -35,7 +35,8 @@ from float8lab.tensor.differentiation import EXPORT
 __all__ = ["onnx_export"]
 
 
-class onnx_export(ContextDecorator):
+@contextmanager
+def onnx_export(enabled: bool = False) -> Iterator[None]:
     """Export float8lab modules to ONNX inside the ``with`` block.
 
     ``torch.onnx.export(model, args, dynamo=True, opset_version=21)`` then writes each FP8 linear
@@ -60,22 +61,14 @@ class onnx_export(ContextDecorator):
     >>> with float8lab.onnx_export(enabled=True):
     ...     pass  # torch.onnx.export(model, (x,), "model.onnx", dynamo=True, opset_version=21)
     """
-
-    def __init__(self, enabled: bool = False) -> None:
-        check_flags(enabled=enabled)
-        self._enabled = bool(enabled)
-        self._outer: list[tuple[_Translations | None, bool]] = []
-
-    def __enter__(self) -> onnx_export:
-        self._outer.append((EXPORT.translations, torch.is_grad_enabled()))
-        EXPORT.translations = _TRANSLATIONS if self._enabled else None
-        if self._enabled:  # only the forward is exported: nothing is saved for a backward
-            torch.set_grad_enabled(False)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        EXPORT.translations, gradients = self._outer.pop()
-        torch.set_grad_enabled(gradients)
+    check_flags(enabled=enabled)
+    outer, EXPORT.translations = EXPORT.translations, _TRANSLATIONS if enabled else None
+    try:
+        # Only the forward is exported: nothing is saved for a backward.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not enabled):
+            yield
+    finally:
+        EXPORT.translations = outer
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
