@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import io
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["open_dcp"]
 
 
-class _Shard(NamedTuple):
+@dataclass(frozen=True)
+class _Shard:
     """A shard of a tensor, and the bytes of a file that ``torch.save`` wrote it to."""
 
     file: Path
@@ -38,6 +40,35 @@ class _Shard(NamedTuple):
     length: int
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    def load(self) -> object:
+        with self.file.open("rb") as file:
+            section = io.BufferedReader(_FileSection(file, self.offset, self.length))
+            return load_safely(section, f"{self.file} at byte {self.offset}")
+
+    @functools.cached_property
+    def place(self) -> source.Place | None:
+        """Where the elements are; None if the shard is no plain tensor of its sizes."""
+        with FakeTensorMode():  # torch.load then reads no data, and says where they are
+            fake = self.load()
+        if not isinstance(fake, FakeTensor) or tuple(fake.shape) != self.sizes:
+            return None
+        if (offset := fake.untyped_storage()._checkpoint_offset) is None:
+            return None
+        start = self.offset + offset + int(fake.storage_offset()) * fake.dtype.itemsize
+        return source.Place(self.file, start, fake.dtype, tuple(fake.stride()))
+
+    def read(self, dtype: torch.dtype, box: source.Box) -> Tensor:
+        if self.place is not None:
+            return self.place.read(box).to(dtype)
+        value = self.load()
+        value = value.dequantize() if isinstance(value, Float8Tensor) else value
+        if not isinstance(value, Tensor) or tuple(value.shape) != self.sizes:
+            raise source.CheckpointError(
+                f"{self.file} must hold a tensor of shape {self.sizes} at byte {self.offset}; "
+                f"it holds another {type(value).__name__}. It is damaged."
+            )
+        return value[box].to(dtype)
 
 
 def open_dcp(path: Path) -> source.CheckpointSource:
@@ -147,53 +178,13 @@ def _entries_of(
     nbytes = math.prod(shape) * dtype.itemsize
     if len(shards) == 1 and shards[0].length < nbytes:
         # Fewer bytes than its dtype takes: not a plain tensor.
-        value = _load(shards[0])
+        value = shards[0].load()
         if isinstance(value, Float8Tensor):
             return entries_of(name, value, shards[0].file.name)
-    file, place_of = shards[0].file.name, functools.cache(_place)
-    pieces = [
-        source.Piece(s.starts, s.sizes, functools.partial(_read_shard, s, place_of, dtype))
-        for s in shards
-    ]
-    file = file if len(shards) == 1 else f"{file} and others"
+    pieces = [source.Piece(s.starts, s.sizes, functools.partial(s.read, dtype)) for s in shards]
+    file = shards[0].file.name + (" and others" if len(shards) > 1 else "")
     reader = functools.partial(source.read_pieces, pieces, dtype)
     return [source.Entry(name, dtype, source.dtype_name(dtype), shape, nbytes, file, reader)]
-
-
-def _place(shard: _Shard) -> source.Place | None:
-    """Where a shard's elements are; None if it is no plain tensor of its sizes."""
-    with FakeTensorMode():  # torch.load then reads no data, and says where they are
-        fake = _load(shard)
-    if not isinstance(fake, FakeTensor) or tuple(fake.shape) != shard.sizes:
-        return None
-    if (offset := fake.untyped_storage()._checkpoint_offset) is None:
-        return None
-    start = shard.offset + offset + int(fake.storage_offset()) * fake.dtype.itemsize
-    return source.Place(shard.file, start, fake.dtype, tuple(fake.stride()))
-
-
-def _read_shard(
-    shard: _Shard,
-    place_of: Callable[[_Shard], source.Place | None],
-    dtype: torch.dtype,
-    box: source.Box,
-) -> Tensor:
-    if (place := place_of(shard)) is not None:
-        return place.read(box).to(dtype)
-    value = _load(shard)
-    value = value.dequantize() if isinstance(value, Float8Tensor) else value
-    if not isinstance(value, Tensor) or tuple(value.shape) != shard.sizes:
-        raise source.CheckpointError(
-            f"{shard.file} must hold a tensor of shape {shard.sizes} at byte {shard.offset}; "
-            f"it holds another {type(value).__name__}. It is damaged."
-        )
-    return value[box].to(dtype)
-
-
-def _load(shard: _Shard) -> object:
-    with shard.file.open("rb") as file:
-        section = io.BufferedReader(_FileSection(file, shard.offset, shard.length))
-        return load_safely(section, f"{shard.file} at byte {shard.offset}")
 
 
 class _FileSection(io.RawIOBase):
