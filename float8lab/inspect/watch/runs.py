@@ -9,7 +9,7 @@ from typing import NamedTuple, cast, overload
 
 from torch import Tensor
 
-from float8lab.arguments import check_instance, check_names, check_size, shown
+from float8lab.arguments import check_instance, check_names, shown
 from float8lab.inspect import statistics
 from float8lab.inspect.text import Grid, Printed, finite
 from float8lab.inspect.watch.records import Log, Record, evenly_chosen
@@ -81,7 +81,6 @@ class RunComparison(Printed):
 
     def tables(self, limit: int | None = 20) -> list[Grid]:
         """Return a table of losses at evenly spaced steps, and a table of operands."""
-        check_size("limit", limit, optional=True)
         chosen = evenly_chosen(self.losses, 10)
         losses = [(str(s), f"{a:.4f}", f"{b:.4f}", _percent(a, b)) for s, a, b in chosen]
         shown: Iterable[tuple[str, Callable[[Quality], str]]] = (
