@@ -6,7 +6,6 @@ loaded here, under the ``AllowedNames`` of its kind or by torch's ``weights_only
 
 from __future__ import annotations
 
-import importlib
 import io
 import pathlib
 import pickle
@@ -15,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
 
@@ -78,16 +78,11 @@ class AllowedNames(NamedTuple):
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if qualified in (*self.imported, "torch.Size", "collections.OrderedDict"):
-            return _import(qualified)
+            return resolve_name(qualified)
         for pattern, value in self.replaced.items():
             if fnmatchcase(qualified, pattern):
-                return _import(value) if isinstance(value, str) else value
+                return resolve_name(value) if isinstance(value, str) else value
         return type(name, (Opaque,), {"__module__": module}) if self.others_are_opaque else None
-
-
-def _import(qualified: str) -> object:
-    module, _, name = qualified.rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
