@@ -131,7 +131,9 @@ _ANY_NAME = AllowedNames(
 """Files by ``torch.save`` with objects of other libraries, such as Megatron-LM's."""
 
 
-def _restricted_unpickler(allowed: AllowedNames, subject: str) -> type[pickle.Unpickler]:
+def _pickle_module(allowed: AllowedNames, subject: str) -> Any:
+    """Make the part of ``pickle`` that torch.load uses, for pickles of no names but the allowed."""
+
     class RestrictedUnpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> object:
             if (value := allowed.find(module, name)) is None:
@@ -141,7 +143,11 @@ def _restricted_unpickler(allowed: AllowedNames, subject: str) -> type[pickle.Un
                 )
             return value
 
-    return RestrictedUnpickler
+    return SimpleNamespace(
+        Unpickler=RestrictedUnpickler,
+        load=lambda file, **options: RestrictedUnpickler(file, **options).load(),
+        __name__="pickle",
+    )
 
 
 def load_restricted(file: IO[bytes], allowed: AllowedNames, subject: str) -> object:
@@ -150,22 +156,12 @@ def load_restricted(file: IO[bytes], allowed: AllowedNames, subject: str) -> obj
     Raises:
         CheckpointError: it names something else; ``subject`` is how the message calls the file.
     """
+    restricted = _pickle_module(allowed, subject)
     is_archive = file.read(2) == b"PK"
     file.seek(0)
-    unpickler = _restricted_unpickler(allowed, subject)
-    return _torch_load(file, unpickler) if is_archive else unpickler(file).load()
-
-
-def _torch_load(
-    file: Path | IO[bytes], unpickler: type[pickle.Unpickler], *, mmap: bool = False
-) -> object:
-    # torch.load takes a module, of which it uses these.
-    module: Any = SimpleNamespace(
-        Unpickler=unpickler,
-        load=lambda file, **options: unpickler(file, **options).load(),
-        __name__="pickle",
-    )
-    return torch.load(file, "cpu", pickle_module=module, weights_only=False, mmap=mmap)
+    if is_archive:
+        return torch.load(file, "cpu", pickle_module=restricted, weights_only=False)
+    return restricted.load(file)
 
 
 @contextmanager
@@ -183,8 +179,9 @@ def _loading(subject: object) -> Iterator[None]:
 def load_opaquely(path: Path, *, mmap: bool) -> object:
     """``torch.load`` of tensors, plain data, and ``Opaque``s for objects of any other class.
     Nothing that the file names is imported or called, but for torch's makers of tensors."""
+    restricted = _pickle_module(_ANY_NAME, str(path))
     with _loading(path):
-        return _torch_load(path, _restricted_unpickler(_ANY_NAME, str(path)), mmap=mmap)
+        return torch.load(path, "cpu", pickle_module=restricted, weights_only=False, mmap=mmap)
 
 
 def load_safely(file: Path | IO[bytes], subject: str, *, mmap: bool = False) -> object:
