@@ -92,11 +92,6 @@ class Stack(Item):
         """The matrices of all experts."""
         return [item for matrices in self.experts for item in matrices]
 
-    @property
-    def mixed(self) -> bool:
-        """Whether matrices are quantized whose formats or blocks do not make one weight."""
-        return self.spec is None and any(item.quantized for item in self.matrices)
-
 
 def _join(
     experts: Sequence[Sequence[Item]], read: Callable[[Item, Box], Tensor], box: Box

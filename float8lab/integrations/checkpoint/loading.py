@@ -347,7 +347,8 @@ def _damage(item: Item) -> list[str]:
 
 def _is_quantized(item: Item) -> bool:
     """Whether an item is a weight in FP8 or 4 bits, or a stack of such weights."""
-    return item.quantized or (isinstance(item, experts.Stack) and item.mixed)
+    matrices = item.matrices if isinstance(item, experts.Stack) else [item]
+    return any(matrix.quantized for matrix in matrices)
 
 
 def _problem(item: Item, target: Tensor) -> str | None:
