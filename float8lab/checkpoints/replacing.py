@@ -35,11 +35,9 @@ def replacing(path: Path) -> Iterator[Path]:
             shutil.copymode(path, partial)
         _move(partial, path, path.with_name(f".{path.name}.{token}.old"))
     except BaseException as error:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                partial.unlink()
+        shutil.rmtree(partial, ignore_errors=True)  # does nothing to a file
+        with suppress(OSError):
+            partial.unlink()
         if isinstance(error, OSError) and error.filename == str(partial):
             error.filename = str(path)  # the name that the caller knows
         raise
