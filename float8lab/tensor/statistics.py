@@ -323,9 +323,9 @@ def code_values(dtype: torch.dtype) -> Tensor:
     return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
 
 
-def span(low: float, top: float) -> str:
+def span(low: float, top: float, form: str = ".6g") -> str:
     """Format a range as text; equal bounds give one number."""
-    return f"{low:.6g}" if low == top or math.isnan(low) else f"{low:.6g}..{top:.6g}"
+    return f"{low:{form}}" if low == top or math.isnan(low) else f"{low:{form}}..{top:{form}}"
 
 
 def decibels(signal: float, noise: float) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from float8lab.checkpoints.opening import open_checkpoint
 from float8lab.checkpoints.source import CheckpointError
 from float8lab.inspect.checkpoint.measure import Measured, measure
 from float8lab.inspect.text import Grid, Printed, bytes_text, finite, shown
-from float8lab.tensor.statistics import KINDS
+from float8lab.tensor.statistics import KINDS, span
 
 __all__ = [
     "CheckpointReport", "CheckpointRow", "Progress", "checkpoint", "counted", "selected",
@@ -139,7 +138,7 @@ class CheckpointReport(Printed):
             shape = sizes(row.shape)
             if stats is not None:
                 saturated, zero, sub = (_percent(stats.share(k)) for k in _SHOWN_SHARES)
-                scale = _short_span(stats.scale_min, stats.scale_max) if row.measured.scale else "-"
+                scale = span(stats.scale_min, stats.scale_max, ".2g") if row.measured.scale else "-"
                 cells = (row.format_name, saturated, zero, scale, f"{stats.amax:.3g}", sub)
                 weights[row.fp8].append((row.name, shape, *cells))
             else:
@@ -262,7 +261,3 @@ def _stored_in(kind: str, rows: Sequence[CheckpointRow]) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.3g}" if share > 0.0995 else f"{100 * share:.2g}"
-
-
-def _short_span(low: float, top: float) -> str:
-    return f"{low:.2g}" if low == top or math.isnan(low) else f"{low:.2g}..{top:.2g}"
