@@ -19,7 +19,7 @@ from float8lab.inspect.text import Grid
 from float8lab.tables import html_table
 from float8lab.tensor import Float8Tensor
 
-__all__ = ["filled", "html", "page_of", "sections"]
+__all__ = ["html", "page_of", "sections"]
 
 
 @Float8Tensor._add_view
@@ -51,7 +51,7 @@ def sections(grids: Iterable[Grid]) -> str:
     )
 
 
-def filled(template: str, replacements: Mapping[str, str]) -> str:
+def _filled(template: str, replacements: Mapping[str, str]) -> str:
     """Return a template of this folder with each ``<!-- name -->`` replaced by that text.
 
     Inserted text is not searched for further ``<!-- name -->``.
@@ -61,15 +61,16 @@ def filled(template: str, replacements: Mapping[str, str]) -> str:
 
 
 def page_of(
-    title: str, body: str, script: str, data: Mapping[str, object],
+    folder: str, title: str, texts: Mapping[str, str], data: Mapping[str, object],
     columns: Mapping[str, str] = {},
 ) -> str:  # fmt: skip
     """Return a whole page with plotly and all data; a browser does not let it load anything else.
 
     Args:
+        folder: the folder here with the page's ``body.html``, and with ``page.js``, which draws
+            ``data``; ``charts.js`` is loaded before it.
         title: title of the page; it is escaped here.
-        body: HTML of the page.
-        script: the file of this folder that draws ``data``; ``charts.js`` is loaded before it.
+        texts: HTML for each ``<!-- name -->`` of the body, besides the title.
         data: small data, which is written as JSON.
         columns: texts by name, which the script decodes on demand.
 
@@ -79,22 +80,22 @@ def page_of(
     with needs("a page", "plotly", "report"):
         from plotly.offline import get_plotlyjs
 
-    texts = (
+    scripts = (
         f'<script type="text/plain" id="column-{escape(name)}">{text}</script>'
         for name, text in columns.items()
     )
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     replacements = {
         "title": escape(title),
-        "body": body,
-        "css": filled("page.css", {}),
+        "body": _filled(f"{folder}/body.html", {"title": escape(title), **texts}),
+        "css": _filled("page.css", {}),
         "data": text.replace("<", "\\u003c"),  # "<" could end the element
-        "columns": "\n".join(texts),
+        "columns": "\n".join(scripts),
         "plotly": _inline(_unwrapped(get_plotlyjs())),
-        "charts": filled("charts.js", {}),
-        "js": filled(script, {}),
+        "charts": _filled("charts.js", {}),
+        "js": _filled(f"{folder}/page.js", {}),
     }
-    return filled("page.html", replacements)
+    return _filled("page.html", replacements)
 
 
 def _unwrapped(plotly: str) -> str:

@@ -6,7 +6,7 @@ from html import escape
 
 from float8lab.arguments import printable
 from float8lab.inspect.checkpoint.report import CheckpointReport
-from float8lab.inspect.html import filled, page_of, sections
+from float8lab.inspect.html import page_of, sections
 
 __all__ = ["page"]
 
@@ -24,8 +24,7 @@ def page(report: CheckpointReport) -> str:
     }
     chosen = dict(list(weights.items())[:PICTURES])
     count = "all" if len(chosen) == len(weights) else f"the first {PICTURES} of {len(weights)}"
-    replacements = {
-        "title": escape(title),
+    texts = {
         "facts": "<br>".join(map(escape, lines)),
         "count": f"{count} quantized tensors",
         "tables": sections(report.tables(None)),
@@ -35,4 +34,4 @@ def page(report: CheckpointReport) -> str:
         "exponents": [histogram.values.tolist() for histogram in chosen.values()],
         "counts": [[h.zero, *h.counts.tolist()] for h in chosen.values()],
     }
-    return page_of(title, filled("checkpoint/body.html", replacements), "checkpoint/page.js", data)
+    return page_of("checkpoint", title, texts, data)

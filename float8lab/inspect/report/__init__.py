@@ -7,7 +7,7 @@ from pathlib import Path
 
 from float8lab.arguments import check_instance, check_path
 from float8lab.checkpoints.replacing import write_text
-from float8lab.inspect.html import filled, page_of, sections
+from float8lab.inspect.html import page_of, sections
 from float8lab.inspect.report.data import embed, losses
 from float8lab.inspect.watch.findings import diagnose
 from float8lab.inspect.watch.records import Log
@@ -60,16 +60,14 @@ def report(
         facts, tables = escape(runs.summary()).replace("\n", "<br>"), runs.tables(None)[-1:]
         comparison = f"<section><h2>Two runs</h2>{facts}</section>{sections(tables)}"
     facts_of_run = (map(escape, fact) for fact in log.about.items())
-    replacements = {
-        "title": escape(title),
+    texts = {
         "recipe": escape(log.recipe or "not recorded"),
         "verdict": escape(diagnose(log).summary()).replace("\n", "<br>"),
         "about": "".join("<div><dt>{}</dt><dd>{}</dd></div>".format(*f) for f in facts_of_run),
         "comparison": comparison,
         "conversion": escape(log.conversion or "not recorded"),
     }
-    body = filled("report/body.html", replacements)
-    html = page_of(title, body, "report/page.js", meta, columns)
+    html = page_of("report", title, texts, meta, columns)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, html)
