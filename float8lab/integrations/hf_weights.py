@@ -13,7 +13,7 @@ head) keeps its name and value.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -133,17 +133,17 @@ def _by_layer(
     return layers, outside
 
 
-def _take(
-    layer: dict[str, Tensor], names: Sequence[str], new_names: Sequence[str], transposed: bool
-) -> dict[str, Tensor]:
-    """Take parameters out of a layer, join and split them under new names; empty if absent."""
-    # The new parameters have equal sizes, like the queries, keys and values of GPT-2.
-    if names[0] not in layer:
-        return {}
-    joined = torch.cat([layer.pop(name) for name in names])
-    joined = joined.t().contiguous() if transposed else joined
-    chunks = joined.chunk(len(new_names))
-    return {name: chunk.clone() for name, chunk in zip(new_names, chunks, strict=True)}
+def _take(layer: dict[str, Tensor], rules: Iterable[_Rule], prefix: str) -> dict[str, Tensor]:
+    """Take their parameters out of a layer, join and split them under our names."""
+    taken: dict[str, Tensor] = {}
+    for theirs, ours, transposed in rules:
+        if theirs[0] in layer:
+            joined = torch.cat([layer.pop(name) for name in theirs])
+            joined = joined.t().contiguous() if transposed else joined
+            # Ours have equal sizes, like the queries, keys and values of GPT-2.
+            for name, chunk in zip(ours, joined.chunk(len(ours)), strict=True):
+                taken[f"{prefix}.{name}"] = chunk.clone()
+    return taken
 
 
 def to_transformer_layers(
@@ -171,9 +171,7 @@ def to_transformer_layers(
             f"{sorted(state)[:3]} and so on. Give their prefix."
         )
     for number, layer in layers.items():
-        for rule in layout.rules:
-            taken = _take(layer, rule.theirs, rule.ours, rule.transposed)
-            result |= {f"{number}.{name}": value for name, value in taken.items()}
+        result |= _take(layer, layout.rules, str(number))
         if left := [name for name in layer if name not in layout.ignored]:
             raise ValueError(
                 f"state must hold only parameters that a {style} layer has; got {left} in layer "
@@ -194,10 +192,9 @@ def from_transformer_layers(
     """
     layout, prefix = _opened(state, style, prefix)
     layers, result = _by_layer(state, "")
+    rules = [_Rule(rule.ours, rule.theirs, rule.transposed) for rule in layout.rules]
     for number, layer in layers.items():
-        for rule in layout.rules:
-            taken = _take(layer, rule.ours, rule.theirs, rule.transposed)
-            result |= {f"{prefix}{number}.{name}": value for name, value in taken.items()}
+        result |= _take(layer, rules, f"{prefix}{number}")
         if layer:
             raise ValueError(
                 f"state must hold only parameters that a {style} layer has; got {sorted(layer)} "
