@@ -110,12 +110,11 @@ def _run_in_programs(device: torch.device, programs: int) -> dict[str, tuple[lis
     # The longest checks come first, and are distributed over the programs in turn.
     names = sorted((check.name for check in CHECKS), key=lambda name: name not in _LONG)
     name_lists = [names[i::programs] for i in range(programs)]
-    chosen_device = device
     if device.type == "cuda" and device.index is None:
-        chosen_device = torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda", torch.cuda.current_device())
 
     def run(share: Sequence[str]) -> Iterable[tuple[str, tuple[list[Row], float]]]:
-        command = [sys.executable, "-c", _CODE, json.dumps([sys.path, str(chosen_device), *share])]
+        command = [sys.executable, "-c", _CODE, json.dumps([sys.path, str(device), *share])]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         results = {}
         for line in done.stdout.splitlines():
