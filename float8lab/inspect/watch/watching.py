@@ -532,8 +532,7 @@ def _path_of_rank(path: str) -> Path:
 
 def _about(model: nn.Module) -> dict[str, str]:
     """Collect facts about a run for the head of its report."""
-    parameter = next(model.parameters(), None)
-    device = torch.device("cpu") if parameter is None else parameter.device
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     rank, world = rank_and_size()
     return {
         "model": type(model).__name__,
