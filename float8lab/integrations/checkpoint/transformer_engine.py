@@ -167,10 +167,8 @@ def _scales_of_gemms(
     forward, backward = (_saved_scales(name, state, suffix) for suffix in ("fwd", "bwd"))
     if not count or (len(forward), len(backward)) != (_FORWARD * count, _BACKWARD * count):
         return None
-    return [
-        [forward[_FORWARD * i], forward[_FORWARD * i + 1], backward[_BACKWARD * i]]
-        for i in range(count)
-    ]
+    inputs, weights = forward[::_FORWARD], forward[1::_FORWARD]
+    return [*zip(inputs, weights, backward[::_BACKWARD], strict=True)]
 
 
 def _saved_scales(name: str, state: Mapping[str, object], suffix: str) -> list[_Scaling]:
