@@ -28,6 +28,7 @@ from float8lab.checkpoints import source
 from float8lab.checkpoints.pickles import entries_of, leaves, load_megatron_file
 from float8lab.checkpoints.source import Box, CheckpointError, CheckpointSource, Entry
 from float8lab.checkpoints.unpickling import Opaque
+from float8lab.tensor.blocks import expand_scale
 
 __all__ = [
     "FOLDER", "LATEST", "arguments_of", "is_megatron", "iteration_of", "layer_by_layer",
@@ -245,8 +246,7 @@ def _dequantized(value: Opaque) -> Tensor | None:
     rows, columns = (-(-n // 128) for n in data.shape)
     if len(scale) != rows or not columns <= scale.shape[1] <= columns + 3:
         return None
-    expanded = scale[:, :columns].repeat_interleave(128, 0).repeat_interleave(128, 1)
-    return (data * expanded[: data.shape[0], : data.shape[1]]).to(dtype)
+    return (data * expand_scale(scale[:, :columns], (128, 128), data.shape)).to(dtype)
 
 
 def _joined(
