@@ -28,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from float8lab.arguments import check_callables, check_instance, check_module, check_size
 from float8lab.distributed.ranks import rank_and_size
 from float8lab.inspect.trial import as_before, call, hooked, own_loss
+from float8lab.nn.casts import plain
 from float8lab.recipes.region import in_backward
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import local_of
@@ -305,7 +306,6 @@ class _Look:
 
 def _local(x: Tensor) -> Tensor:
     """Return this rank's shard of a tensor in high precision."""
-    x = local_of(x)
-    value: Tensor = x.dequantize() if isinstance(x, Float8Tensor) else x
+    value = plain(local_of(x))
     # An FP8 dtype without a scale has no isfinite.
     return value.float() if value.element_size() == 1 else value
