@@ -210,10 +210,13 @@ class _Recording(TorchDispatchMode):
             self.fits = False
         return out
 
-    def _take(self, function: Any, args: Any, kwargs: dict[str, Any], out: Tensor | None) -> int:
+    def _take(
+        self, function: Any, args: Any, kwargs: dict[str, Any], out: Any, *,
+        keeps_views: bool = True,
+    ) -> int:  # fmt: skip
         """Add a step that returns ``out``, and return its number; None marks an in-place step."""
         self.fits &= not _has_tensor(kwargs.values())
-        args = self._numbered(args)
+        args = self._numbered(args, keeps_views=keeps_views)
         number = None
         if out is not None:
             number = self.number[id(out)] = len(self.tensors)
@@ -234,15 +237,6 @@ class _Recording(TorchDispatchMode):
         func, args, kwargs = self.views.pop(id(tensor))
         return self._take(_VIEWS[func], args, kwargs, tensor)
 
-    def _describe(self, descriptor: Any) -> int:
-        """Add a step that makes a TMA descriptor, and return the descriptor's number."""
-        base = _Number(self._number(descriptor.base, keeps_view=False))
-        self.fits &= base != -1
-        make = functools.partial(_described_as, _described_as(descriptor, None))
-        self.steps.append(_Step(make, (base,), {}, len(self.tensors)))
-        self.tensors.append(descriptor)
-        return len(self.tensors) - 1
-
     def launch(
         self, run: Callable[..., None] | None, args: tuple[object, ...], overlaps: bool = False
     ) -> None:
@@ -260,8 +254,9 @@ class _Recording(TorchDispatchMode):
             if isinstance(arg, Tensor):
                 arg = _Number(self._number(arg, keeps_view=keeps_views))
                 self.fits &= arg != -1  # else neither an argument nor allocated by the call
-            elif hasattr(arg, "block_shape"):
-                arg = _Number(self._describe(arg))
+            elif hasattr(arg, "block_shape"):  # a TMA descriptor, which a step makes from its base
+                make = functools.partial(_described_as, _described_as(arg, None))
+                arg = _Number(self._take(make, (arg.base,), {}, arg, keeps_views=False))
             elif isinstance(arg, list) and _has_tensor(arg):
                 arg = [*self._numbered(arg, keeps_views=keeps_views)]
             numbered.append(arg)
@@ -270,34 +265,32 @@ class _Recording(TorchDispatchMode):
     def call(self, result: Any) -> _Call | None:
         """Return the record of a call that returned ``result``; None if it cannot be replayed."""
         results, build = _leaves_of(result)
-        outputs = [output for output in results if output is not None]
+        outputs = {id(output): output for output in results if output is not None}
         seen = {n for step in self.steps if not step.is_launch for n in _numbers_in(step.args)}
-        returned = {step.number for step in self.steps if step.number is not None}
-        numbers = []
-        for output in outputs:
-            number = self.number.get(id(output), -1)
+        returned = {step.number for step in self.steps}
+        numbers: dict[int, int] = {}  # by id of the output
+        for key, output in outputs.items():
+            number = self.number.get(key, -1)
             base = self.tensors[number]
             # A view of a complete allocation may be allocated with the shape of the view.
             is_whole = output.nbytes == base.nbytes and output.data_ptr() == base.data_ptr()
             keeps_view = number in seen or number in returned or not is_whole
-            numbers.append(self._number(output, keeps_view=keeps_view))
-        are_distinct = len(set(numbers)) == len({id(output) for output in outputs})
-        if not self.fits or not self.steps or not are_distinct or -1 in numbers:
+            numbers[key] = self._number(output, keeps_view=keeps_view)
+        by_number = {number: outputs[key] for key, number in numbers.items()}
+        are_distinct = len(by_number) == len(outputs)
+        if not self.fits or not self.steps or not are_distinct or -1 in by_number:
             return None
-        tensors = [*self.tensors]
-        for number, out in zip(numbers, outputs, strict=True):
-            if number < self.given and out is not tensors[number]:
-                return None
-            tensors[number] = out
-        returned = {step.number for step in self.steps if step.number is not None}
+        tensors = [by_number.get(number, tensor) for number, tensor in enumerate(self.tensors)]
+        if any(tensors[i] is not self.tensors[i] for i in range(self.given)):
+            return None
+        returned = {step.number for step in self.steps}
         allocations = tuple(
             None
             if i in returned
             else (tuple(tensors[i].shape), tensors[i].stride(), tensors[i].dtype)
             for i in range(self.given, len(tensors))
         )
-        remaining_numbers = iter(numbers)
-        returns = tuple(None if output is None else next(remaining_numbers) for output in results)
+        returns = tuple(numbers.get(id(output)) for output in results)  # None stays None
         return _Call(allocations, self.zeros, self.steps, returns, given=self.given, build=build)
 
 
