@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from float8lab.arguments import check_flags, check_size
+from float8lab.formats import Float8Spec
 from float8lab.recipes.region import in_backward
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import version_of
@@ -122,6 +124,8 @@ def get_cpu_offload_context(
 
 
 _T = TypeVar("_T")
+_Saved = Callable[[], Tensor]
+"""The form in which autograd saves a tensor: a function that returns the tensor in backward."""
 
 
 class _Moved:
@@ -243,53 +247,30 @@ class _Layer:
         return [moved for ref in self.moved if (moved := ref()) is not None]
 
 
-class _Kept:
-    """A saved tensor that stays on its device."""
-
-    __slots__ = ("layer", "version", "x")
-
-    def __init__(self, x: Tensor, layer: _Layer | None) -> None:
-        self.x, self.version, self.layer = x, version_of(x), layer
-
-    def unpack(self) -> Tensor:
-        if self.layer is not None:
-            self.layer.reach()
-        if version_of(self.x) != self.version:
-            _raise_modified()
-        return self.x
+def _unpack_kept(x: Tensor, version: int, layer: _Layer | None) -> Tensor:
+    """Return a saved tensor that has stayed on its device."""
+    if layer is not None:
+        layer.reach()
+    if version_of(x) != version:
+        _raise_modified()
+    return x
 
 
-class _Saved:
-    """A saved tensor whose storage is offloaded."""
-
-    __slots__ = ("dtype", "layer", "moved", "view")
-
-    def __init__(self, x: Tensor, moved: _Moved, layer: _Layer) -> None:
-        self.moved, self.layer, self.dtype = moved, layer, x.dtype
-        self.view = (x.shape, x.stride(), x.storage_offset())
-
-    def unpack(self) -> Tensor:
-        self.layer.reach()
-        data = self.moved.bytes()
-        elements = data[: data.numel() // self.dtype.itemsize * self.dtype.itemsize]
-        return elements.view(self.dtype).as_strided(*self.view)
+def _unpack_moved(
+    moved: _Moved, layer: _Layer, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...],
+    offset: int | torch.SymInt,
+) -> Tensor:  # fmt: skip
+    """Return a saved tensor whose storage was offloaded."""
+    layer.reach()
+    data = moved.bytes()
+    elements = data[: data.numel() // dtype.itemsize * dtype.itemsize]
+    return elements.view(dtype).as_strided(size, stride, offset)
 
 
-class _SavedFloat8:
-    """A saved Float8Tensor, whose inner tensors are each kept or offloaded."""
-
-    __slots__ = ("context", "inner", "meta")
-
-    def __init__(
-        self, x: Float8Tensor, pack: Callable[[Tensor], _Kept | _Saved | _SavedFloat8]
-    ) -> None:
-        names, self.context = x.__tensor_flatten__()
-        self.inner = {name: pack(getattr(x, name)) for name in names}
-        self.meta = (x.shape, x.stride())
-
-    def unpack(self) -> Tensor:
-        inner = {name: saved.unpack() for name, saved in self.inner.items()}
-        return Float8Tensor.__tensor_unflatten__(inner, self.context, *self.meta)
+def _unpack_float8(inner: Sequence[_Saved], spec: Float8Spec, dtype: torch.dtype) -> Tensor:
+    """Return a saved Float8Tensor, whose inner tensors were each kept or offloaded."""
+    qdata, scale, amax = (unpack() for unpack in inner)
+    return Float8Tensor._make(qdata, scale, amax, spec, dtype)
 
 
 def _raise_modified() -> None:
@@ -317,7 +298,7 @@ class _Offload(AbstractContextManager["_Offload"]):
         self._weights: dict[StorageWeakRef, bool] = {}
 
     def __enter__(self) -> _Offload:
-        hooks = saved_tensors_hooks(self._pack, lambda saved: saved.unpack())
+        hooks = saved_tensors_hooks(self._pack, lambda unpack: unpack())
         hooks.__enter__()
         self._entered.append((hooks, WEIGHT_CASTS.outlive_step))
         WEIGHT_CASTS.outlive_step = self._weights
@@ -348,16 +329,16 @@ class _Offload(AbstractContextManager["_Offload"]):
             self._pass = _Pass()
         return self._pass.layer
 
-    def _pack(self, x: Tensor) -> _Kept | _Saved | _SavedFloat8:
+    def _pack(self, x: Tensor) -> _Saved:
         if in_backward():  # a recomputation, whose tensors are needed at once
-            return _Kept(x, None)
+            return partial(_unpack_kept, x, version_of(x), None)
         layer = self._layer()
-        if layer.index >= self._num_layers or isinstance(x, nn.Parameter):
-            return _Kept(x, layer)
-        if isinstance(x, Float8Tensor) and x._window is None:
-            return _SavedFloat8(x, self._pack)
-        if not self._moves(x):
-            return _Kept(x, layer)
+        is_offloaded = layer.index < self._num_layers and not isinstance(x, nn.Parameter)
+        if is_offloaded and isinstance(x, Float8Tensor) and x._window is None:
+            inner = [self._pack(t) for t in (x.qdata, x.scale, x.amax)]
+            return partial(_unpack_float8, inner, x.spec, x.dtype)
+        if not (is_offloaded and self._moves(x)):
+            return partial(_unpack_kept, x, version_of(x), layer)
         storage, version = StorageWeakRef(x.untyped_storage()), version_of(x)
         if (moved := layer.of.moved.get((storage, version))) is None:
             if (lanes := self._lanes.get(x.device)) is None:
@@ -367,7 +348,8 @@ class _Offload(AbstractContextManager["_Offload"]):
         if moved.on_device is not None:
             moved.sources.append((x.detach(), version))  # detached: its graph may refer to this
         layer.moved.append(weakref.ref(moved))
-        return _Saved(x, moved, layer)
+        view = x.shape, x.stride(), x.storage_offset()
+        return partial(_unpack_moved, moved, layer, x.dtype, *view)
 
     def _moves(self, x: Tensor) -> bool:
         if type(x) is not Tensor or x.device.type not in DEVICES or x.layout != torch.strided:

@@ -202,13 +202,15 @@ def test_num_layers_are_released_and_loaded_a_layer_ahead(num_layers, moves):
 def test_parameters_and_small_tensors_stay_on_the_device(moves_on_cpu, monkeypatch):
     model = make_model(1)
     kept_tensors = []
-    original_init = offload._Kept.__init__
+    pack = offload._Offload._pack
 
-    def recording_init(self, x, layer):
-        kept_tensors.append(x)
-        original_init(self, x, layer)
+    def recording_pack(self, x):
+        saved = pack(self, x)
+        if saved.func is offload._unpack_kept:
+            kept_tensors.append(x)
+        return saved
 
-    monkeypatch.setattr(offload._Kept, "__init__", recording_init)
+    monkeypatch.setattr(offload._Offload, "_pack", recording_pack)
     context, _ = float8lab.get_cpu_offload_context(enabled=True)
     storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
     with context:
