@@ -210,11 +210,7 @@ def declare(
         for key, implementation in implementations.items():
             _LIBRARY.impl(name, implementation, key)
         torch.library.register_fake(f"float8lab::{name}", fake, lib=_LIBRARY)
-        overload = overload_named(name)
-        given = [argument.name for argument in overload._schema.arguments]
-        arguments = {n: defaults.get(n) for n in given}
-        OPS.declared[overload] = Declared(arguments, fake, mutates, sharding, only_orders, flops)
-        return overload
+        return overload_named(name)
 
     overload = define(name, _schema(function, mutates))
     call_form: Callable[..., Any] = overload
@@ -231,8 +227,9 @@ def declare(
     if direct is None:
         launcher = None if cuda is None else functools.partial(load_launcher, cuda)
         direct = DirectCall(None, call, launcher)
-    for form in forms:
-        OPS.declared[form] = OPS.declared[form]._replace(direct=direct)
+    for op in forms:
+        arguments = {x.name: defaults.get(x.name) for x in op._schema.arguments}
+        OPS.declared[op] = Declared(arguments, fake, mutates, sharding, only_orders, flops, direct)
     return overload if cuda is None else call
 
 
@@ -328,7 +325,7 @@ class Declared(NamedTuple):
     sharding: Rule | None
     only_orders: bool
     flops: Callable[..., int] | None
-    direct: DirectCall = DirectCall(None, NotImplemented, None)
+    direct: DirectCall
 
 
 class _Ops:
