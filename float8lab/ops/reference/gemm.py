@@ -66,21 +66,19 @@ def scaled_mm(
 def _mm(left: _Operand, right: _Operand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Do ``scaled_mm`` without groups."""
     (a, a_scale, a_block), (b, b_scale, b_block) = left, right
-    if a_scale is None or b_scale is None:
-        with torch.autocast(a.device.type, enabled=False):
+    with torch.autocast(a.device.type, enabled=False):
+        if a_scale is None or b_scale is None:
             return F.linear(a, b, bias).to(out_dtype)
-    if a_block[1] == -1 and b_block[1] == -1:
-        with torch.autocast(a.device.type, enabled=False):
+        if a_block[1] == -1 and b_block[1] == -1:
             out = a.float() @ b.float().mT
-        if a_block[0] > 1 or b_block[0] > 1:
-            a_scale = expand_scale(a_scale, a_block, (a.shape[-2], 1))
-            b_scale = expand_scale(b_scale, b_block, (b.shape[-2], 1))
-        # A single scale may have any shape.
-        out = out * a_scale * (b_scale if b_scale.ndim < 2 else b_scale.mT)
-    else:
-        a = (a.float() * expand_scale(a_scale, a_block, a.shape)).contiguous()
-        b = (b.float() * expand_scale(b_scale, b_block, b.shape)).contiguous()
-        with torch.autocast(a.device.type, enabled=False):
+            if a_block[0] > 1 or b_block[0] > 1:
+                a_scale = expand_scale(a_scale, a_block, (a.shape[-2], 1))
+                b_scale = expand_scale(b_scale, b_block, (b.shape[-2], 1))
+            # A single scale may have any shape.
+            out = out * a_scale * (b_scale if b_scale.ndim < 2 else b_scale.mT)
+        else:
+            a = (a.float() * expand_scale(a_scale, a_block, a.shape)).contiguous()
+            b = (b.float() * expand_scale(b_scale, b_block, b.shape)).contiguous()
             out = a @ b.mT
     if bias is not None:
         out = out + bias.float()
