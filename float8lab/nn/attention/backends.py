@@ -90,11 +90,8 @@ class Problem(NamedTuple):
         return self._replace(mask=mask, bias=_corner(self.bias, queries, keys), alibi=alibi), keys
 
     def scores_bias(self, Sq: int, Sk: int) -> Tensor | None:
-        """Return the sum of ``bias`` and ``alibi``, or None."""
-        dense = None if self.alibi is None else self.alibi.dense(Sq, Sk)
-        if self.bias is None or dense is None:
-            return self.bias if dense is None else dense
-        return self.bias + dense
+        """Return ``bias``, or ALiBi as a matrix; a call has only one of them, or none."""
+        return self.bias if self.alibi is None else self.alibi.dense(Sq, Sk)
 
     def visible(
         self, Sq: int, Sk: int, device: torch.device
