@@ -10,7 +10,7 @@ requantizes the blocks of the base that the view touches; all other blocks keep 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from float8lab.tensor.blocks import block_amax, dequantize_blocks, expand_scale,
 __all__ = ["Step", "StoredInBlocks", "Window", "merge_into"]
 
 
-@runtime_checkable
 class StoredInBlocks(Protocol):
     """The attributes of a Float8Tensor that a window uses."""
 
