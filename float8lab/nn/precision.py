@@ -52,7 +52,6 @@ __all__ = [
 ]  # fmt: skip
 
 _CREATED = itertools.count()  # counts the modules with FP8 state that this process has made
-_ENCLOSING = object()  # stands for the process group of the enclosing autocast
 
 
 class CallOptions(NamedTuple):
@@ -276,10 +275,10 @@ class Precision:
             if call is None or call.recipe is not recipe or call.watched != is_watched:
                 call = self._shared_call = self._new_call(recipe, options)
             return call
-        call = self._new_call(recipe, options, self._slots(recipe, x.device), record=record)
+        slots = self._slots(recipe, x.device, STATE.autocast.group)
         if record and region is not None:
-            region.packs[call.scales.slots.pack] = None  # type: ignore[attr-defined]
-        return call
+            region.packs[slots.pack] = None
+        return self._new_call(recipe, options, slots, record=record)
 
     def _new_call(
         self, recipe: Recipe, options: CallOptions,
@@ -374,7 +373,7 @@ class Precision:
             return None
         if original is not None and original.recipe == recipe:
             return original.repetition(options)
-        slots = self._slots(recipe, device) if recipe.linear.delayed else None
+        slots = self._slots(recipe, device, STATE.autocast.group) if recipe.linear.delayed else None
         return self._new_call(recipe, options, slots, record=training).repetition(options)
 
     def set_parallel(self, parallel: TensorParallel | None) -> None:
@@ -406,7 +405,8 @@ class Precision:
         x = operands[0]
         if not self.has_slots(recipe) or x.dtype not in HIGH_PRECISION_DTYPES:
             return
-        slots = self._slots(recipe, (x if isinstance(x, Tensor) else x.inputs[0]).device)
+        device = (x if isinstance(x, Tensor) else x.inputs[0]).device
+        slots = self._slots(recipe, device, STATE.autocast.group)
         for index, operand in enumerate(operands):
             if isinstance(operand, Tensor):
                 operand = (as_matrix(operand) if isinstance(x, Tensor) else operand).detach()
@@ -449,8 +449,8 @@ class Precision:
             if recipe.reduce_amax and (ranks := reducing_group(group)) is not None:
                 channel(ranks).add(slots)
 
-    def _slots(self, recipe: Any, device: torch.device, group: Any = _ENCLOSING) -> DelayedSlots:
-        group = STATE.autocast.group if group is _ENCLOSING else group
+    def _slots(self, recipe: Any, device: torch.device, group: Any) -> DelayedSlots:
+        """Return the slots of a recipe, whose amaxes ``group`` reduces, on a device."""
         key = (recipe, group)
         if (slots := self.slots.get(key)) is None:
             fp8_dtypes, forward = self.slot_formats(recipe.linear)
