@@ -352,7 +352,11 @@ def replayed(launcher: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         located = _key_of(args)
         if located is None:
-            return _on_device(launcher, call, args)
+            x = next(tensors_of(args))
+            if _launch.is_on_current_device(x):
+                return launcher(*args)
+            with torch.cuda.device(x.device):  # Triton launches on the current GPU
+                return call(*args)
         device, key, tensors = located
         memo = calls.get(key)
         if type(memo) is _Call and not has_hooks():
@@ -402,17 +406,6 @@ def repeated(
         return NotImplemented if differs(args) or has_hooks() else run(pick(args), device)
 
     return repeat
-
-
-def _on_device(
-    launcher: Callable[..., Any], repeat: Callable[..., Any], args: tuple[Any, ...]
-) -> Any:
-    """Make the first tensor's GPU the current GPU, on which Triton launches."""
-    x = next(tensors_of(args))
-    if _launch.is_on_current_device(x):
-        return launcher(*args)
-    with torch.cuda.device(x.device):
-        return repeat(*args)
 
 
 def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] | None:
