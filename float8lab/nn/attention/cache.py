@@ -82,8 +82,7 @@ class Store:
             return data.to(dtype)
         flat = data.reshape(-1, data.shape[-1]).view(self.dtype)
         scale = join(self.scale).reshape(-1, 1)
-        out: Tensor = ops.value_of_op("dequantize", (flat, scale), dtype, (1, -1))
-        return out.view(data.shape)
+        return ops.value_of_op("dequantize", (flat, scale), dtype, (1, -1)).view(data.shape)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy pages ``source`` to pages ``target``; both may include the same pages."""
@@ -142,11 +141,10 @@ class Cached(NamedTuple):
     def attend(self, q: Tensor, window: tuple[int, int], scale: float) -> Tensor:
         """Compute the attention of a call's queries, ``[B, H, S, D]``, directly on the pages."""
         stores = self.keys, self.values
-        out: Tensor = ops.paged_attention(
+        return ops.paged_attention(
             q, *(store.data for store in stores), *(store.scale for store in stores),
             self.places.table, self.places.sequences, *window, scale,
         )  # fmt: skip
-        return out
 
 
 class Pages:

@@ -118,8 +118,7 @@ class _Ring(NamedTuple):
         counts = [[0] * size, [0] * size]  # bytes to receive, and to send
         counts[0][(rank - distance) % size] = 2 * B * tokens * G * D * kv.element_size()
         counts[1][(rank + distance) % size] = vector.numel()
-        pending: Tensor = collectives.all_to_all_single(vector, *counts, self.ranks.name)
-        return pending
+        return collectives.all_to_all_single(vector, *counts, self.ranks.name)
 
 
 def _stacked(k: Tensor, v: Tensor) -> Tensor:
