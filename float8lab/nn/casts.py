@@ -134,19 +134,13 @@ def show_cast(
     In backward, a cast of x or w repeats a cast of forward, unless it is ``only_in_backward``.
     """
     if isinstance(x, Groups):
-        operand, spec = _with_row_scales(x, operand, spec)
+        if spec.per_tensor:  # the operand has a scale for each group: give each row its own
+            of_rows = groups_of_rows(operand.data.shape[0], x.offs)
+            scale = operand.scale.reshape(-1, 1).expand(x.offs.shape[0], 1)[of_rows]
+            operand, spec = Operand(operand.data, scale), replace(spec, block=(1, -1))
         x = x.owned()
     if PROCESS.observer is not None and (index == DY or only_in_backward or not in_backward()):
         PROCESS.observer.saw_cast(x, operand, spec, index, call)
-
-
-def _with_row_scales(x: Groups, operand: Operand, spec: Spec) -> tuple[Operand, Spec]:
-    """Give each row of an operand a scale, if the operand has a scale for each group."""
-    if not spec.per_tensor:
-        return operand, spec
-    of_rows = groups_of_rows(operand.data.shape[0], x.offs)
-    scale = operand.scale.reshape(-1, 1).expand(x.offs.shape[0], 1)[of_rows]
-    return Operand(operand.data, scale), replace(spec, block=(1, -1))
 
 
 def show_quantized(x: Matrix, specs: Orientations, casts: Quantized, i: int, call: Call) -> None:
