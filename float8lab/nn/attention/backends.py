@@ -517,15 +517,14 @@ def explain(
     Raises:
         NotImplementedError: none of the backends can.
     """
-    chosen, rejected, tensors = None, {}, _tensors_of_backends(q, k, v, problem)
+    rejected, tensors = {}, _tensors_of_backends(q, k, v, problem)
     for name in backends:
         reason = _why_not(name, *tensors[name], problem)
         if reason is None and name == "flex" and len(backends) > 1:
             reason = _flex_does_not_pay(q)
         if reason is not None:
             rejected[name] = reason
-        elif chosen is None:
-            chosen = name
+    chosen = next((name for name in backends if name not in rejected), None)
     if chosen is None:
         candidates = [n for n in BACKENDS if n != "flex" or _flex_does_not_pay(q) is None]
         able = [n for n in candidates if _why_not(n, *tensors[n], problem) is None]
