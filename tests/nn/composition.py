@@ -1,5 +1,7 @@
 """Separate norm, linear and activation modules, whose results the fused modules must equal."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,6 +122,14 @@ def sqnr(actual: Tensor, expected: Tensor) -> float:
     expected = expected.double()
     noise = (actual.double() - expected).square().sum()
     return (10 * torch.log10(expected.square().sum() / noise)).item()
+
+
+def documented_sqnr(heading: str) -> dict[str, tuple[float, ...]]:
+    """The signal-to-noise ratios of each row in the table below a heading of docs/numerics.md."""
+    page = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text()
+    section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \|((?: [\d.]+ dB \|)+)$", section, re.MULTILINE)
+    return {name: tuple(map(float, re.findall(r"[\d.]+", cells))) for name, cells in rows}
 
 
 def perturb(module: nn.Module) -> None:

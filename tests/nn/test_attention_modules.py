@@ -14,13 +14,13 @@ from torch import nn
 import float8lab
 from tests.nn import float64
 from tests.nn.composition import ATTENTION_RECIPES as RECIPES
+from tests.nn.composition import documented_sqnr
 from tests.nn.float64 import EXACT, Rounding
 from tests.pairwise import pairwise
 
 HIDDEN, FFN, HEADS, GROUPS, B, S, SE = 64, 96, 4, 2, 4, 24, 20
 
 NAMES = {name: name for name in RECIPES}
-each_recipe = pytest.mark.parametrize("name", RECIPES)
 # test_linear.py and test_fused_function.py try each of these dtypes under every recipe.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -219,19 +219,18 @@ def test_errors_of_output_and_every_gradient_match_the_stated_noise(variant, nam
             assert sqnr >= (output_sqnr if label == "y" else gradient_sqnr), label
 
 
-# The table of docs/numerics.md.
-STATED_SQNR = {
-    "delayed": ((21.5, 18.0), (23.5, 17.0)), "current": ((21.5, 18.0), (23.5, 17.0)),
-    "rowwise": ((21.5, 20.0), (23.5, 18.5)), "block": ((21.5, 20.0), (23.5, 18.5)),
-    "mx": ((21.0, 19.5), (23.0, 18.0)), "nvfp4": ((9.5, 8.0), (11.5, 6.5)),
-    "delayed-dpa": ((20.0, 16.5), (22.0, 15.5)), "current-dpa": ((20.0, 16.5), (22.0, 15.5)),
-}  # fmt: skip
-
-
-@each_recipe
-def test_derived_sqnr_equals_the_table_of_the_documentation(name):
-    derived = tuple(stated_sqnr(name, build(v)) for v in ("attention", "encoder-LayerNorm-gelu"))
-    assert derived == STATED_SQNR[name]
+def test_derived_sqnr_equals_the_table_of_the_documentation():
+    rows = {
+        "`DelayedScaling`, `Float8CurrentScaling`": ("delayed", "current"),
+        "the same with `fp8_dpa=True`": ("delayed-dpa", "current-dpa"),
+        "`Float8RowwiseScaling`, `Float8BlockScaling`": ("rowwise", "block"),
+        "`MXFP8BlockScaling`": ("mx",), "`NVFP4BlockScaling`": ("nvfp4",),
+    }  # fmt: skip
+    table = documented_sqnr("Accuracy of attention and transformer layers")
+    assert table.keys() == rows.keys()
+    modules = build("attention"), build("encoder-LayerNorm-gelu")
+    derived = {name: sum((stated_sqnr(name, m) for m in modules), ()) for name in RECIPES}
+    assert {name: table[row] for row, names in rows.items() for name in names} == derived
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,38 @@ from float8lab import recipes
 from float8lab.nn import gemm, scales
 from float8lab.recipes import Format
 from float8lab.tensor import Float8Tensor
-from tests.nn.composition import sqnr
+from tests.nn.composition import documented_sqnr, sqnr
 from tests.nn.models import UNDELAYED, saved_bytes
 
 RECIPES = {"delayed": recipes.DelayedScaling(), **UNDELAYED}
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 
-# The SQNR in dB of output, dX and dW against float64 for normally distributed tensors, as stated in
-# docs/numerics.md. e4m3 rounds to 3 mantissa bits, which leaves about 31.5 dB for an operand and
-# 28.5 dB for two. An e5m2 gradient (2 bits) leaves about 25.5 dB, or 24.5 dB with an e4m3 operand.
-SQNR = {
-    "delayed": (28.0, 24.0, 24.0), "current": (28.0, 24.0, 24.0), "rowwise": (28.0, 28.0, 28.0),
-    "block": (28.0, 28.0, 28.0), "mx": (27.5, 27.5, 27.5),
+SQNR_RECIPES = {
+    **RECIPES, "delayed-e4m3": recipes.DelayedScaling(fp8_format=Format.E4M3),
+    "current-e4m3": recipes.Float8CurrentScaling(fp8_format=Format.E4M3),
+    "nvfp4": recipes.NVFP4BlockScaling(),
 }  # fmt: skip
+# The SQNR in dB of output, dX and dW against float64 for normally distributed tensors. e4m3 rounds
+# to 3 mantissa bits, which leaves about 31.5 dB for an operand and 28.5 dB for two. An e5m2
+# gradient (2 bits) leaves about 25.5 dB, or 24.5 dB with an e4m3 operand. e2m1 (1 bit) leaves about
+# 19.5 dB for an operand and 16.5 dB for two.
+SQNR = {
+    "delayed": (28.0, 24.0, 24.0), "current": (28.0, 24.0, 24.0), "delayed-e4m3": (28.0,) * 3,
+    "current-e4m3": (28.0,) * 3, "rowwise": (28.0,) * 3, "block": (28.0,) * 3, "mx": (27.5,) * 3,
+    "nvfp4": (16.0,) * 3,
+}  # fmt: skip
+
+
+def test_sqnr_is_that_of_the_table_in_the_documentation():
+    rows = {
+        "`DelayedScaling`, `Float8CurrentScaling`": ("delayed", "current"),
+        "the same with `Format.E4M3`": ("delayed-e4m3", "current-e4m3"),
+        "`Float8RowwiseScaling`, `Float8BlockScaling`": ("rowwise", "block"),
+        "`MXFP8BlockScaling`": ("mx",), "`NVFP4BlockScaling`": ("nvfp4",),
+    }  # fmt: skip
+    table = documented_sqnr("Accuracy of a linear layer")
+    assert table.keys() == rows.keys()
+    assert {name: table[row] for row, names in rows.items() for name in names} == SQNR
 
 
 def run(module, x, dy, recipe=None):
@@ -63,19 +82,21 @@ def test_outputs_are_no_views_and_may_be_modified_in_place(leading, features):
     assert x.grad.shape == x.shape
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SQNR_RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_sqnr_of_output_and_gradients_is_as_documented(name, dtype, device):
+    recipe = SQNR_RECIPES[name]
     layer = float8lab.Linear(256, 192, device=device, params_dtype=dtype)
-    nn.init.normal_(layer.bias)
+    nn.init.normal_(layer.bias, std=0.1)  # a larger bias would drown the noise of the GEMM
     x = torch.randn(4, 96, 256, device=device, dtype=dtype)
     dy = torch.randn(4, 96, 192, device=device, dtype=dtype)
-    run(layer, x, dy, RECIPES[name])  # delayed scaling: give the gradients a history
-    y, dx, grads = run(layer, x, dy, RECIPES[name])
+    run(layer, x, dy, recipe)  # delayed scaling: give the gradients a history
+    y, dx, grads = run(layer, x, dy, recipe)
     y64, dx64, grads64 = float64_run(layer, x, dy)
     assert y.dtype == dx.dtype == dtype
     measured = (sqnr(y, y64), sqnr(dx, dx64), sqnr(grads["weight"], grads64["weight"]))
-    assert all(m >= stated for m, stated in zip(measured, SQNR[name], strict=True)), measured
+    # A higher ratio is that of another format, or of a GEMM in high precision.
+    assert all(0 <= m - s < 2 for m, s in zip(measured, SQNR[name], strict=True)), measured
     bias_noise = 60 if dtype == torch.float32 else 40  # the sum is in float32, with one rounding
     assert sqnr(grads["bias"], grads64["bias"]) > bias_noise
 

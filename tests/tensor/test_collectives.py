@@ -271,12 +271,12 @@ def check_point_to_point_calls_keep_the_bytes(ranks: Ranks) -> None:
         if ranks.rank:
             dist.send(tensor_of_rank(ranks.rank, ranks.device, (1, 16)), 0)
         else:
+            sources = []
             for _ in range(ranks.world - 1):
-                got = empty(local)
                 got = quantize(torch.zeros(8, 40), block=(1, 16))
-                assert_same_bytes(got, got)
-                source = dist.recv(got)
-                assert_same_bytes(got, tensor_of_rank(source, ranks.device, (1, 16)))
+                sources.append(dist.recv(got))
+                assert_same_bytes(got, tensor_of_rank(sources[-1], ranks.device, (1, 16)))
+            assert sorted(sources) == list(range(1, ranks.world))
 
 
 def check_views_receive_from_one_rank(ranks: Ranks) -> None:

@@ -454,8 +454,11 @@ def test_gradients_of_batched_matmuls_are_near_those_of_dequantized_tensors(bloc
 def test_concatenated_per_tensor_weights_still_multiply_in_fp8():
     w = torch.cat([make((8, 32), (-1, -1)), make((8, 32), (-1, -1), seed=1)])
     x = make((4, 32), (-1, -1), seed=2)
-    with float8lab.count_gemms():
+    assert isinstance(w, Float8Tensor)
+    assert w.spec.block == (8, -1)  # each keeps its scale
+    with float8lab.count_gemms() as counts:
         y = F.linear(x, w)
+    assert (counts.fp8, counts.high_precision) == (1, 0)
     torch.testing.assert_close(y, x.dequantize() @ w.dequantize().t(), rtol=1e-4, atol=1e-3)
 
 
