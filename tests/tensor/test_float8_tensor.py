@@ -21,6 +21,8 @@ BLOCKS = {
     "tensor": (-1, -1), "row": (1, -1), "column": (-1, 1), "1x128": (1, 128),
     "128x128": (128, 128), "mx": (1, 32),
 }  # fmt: skip
+BLOCKS_IN_3D = [(-1, -1, -1), (1, 1, -1), (1, 2, 8), (2, 2, 8)]
+"""One block for each way to quantize a batch: as a matrix, one by one, and by arithmetic."""
 each_block = pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
 
 
@@ -107,13 +109,19 @@ def test_given_scale_saturates():
     per_row = quantize(torch.ones(2, 4), block=(1, -1), scale=torch.tensor([[1.0], [2.0]]))
     assert per_row.scale.tolist() == [[1.0], [2.0]]
     assert torch.equal(per_row.dequantize(), torch.ones(2, 4))
+    for block in BLOCKS_IN_3D:
+        t = quantize(torch.full((2, 4, 8), -1000.0), block=block, scale=0.5)
+        assert torch.equal(t.scale, torch.full_like(t.scale, 0.5))
+        assert torch.equal(t.amax, torch.full_like(t.amax, 224.0))
+        assert torch.equal(t.dequantize(), torch.full((2, 4, 8), -224.0))
 
 
-def test_amax_epsilon_bounds_the_scale_from_below():
-    t = quantize(torch.full((2, 2), 1e-3), torch.float8_e5m2, amax_epsilon=57344.0)
+@pytest.mark.parametrize("block", BLOCKS_IN_3D, ids=str)
+def test_amax_epsilon_bounds_the_scale_from_below(block):
+    t = quantize(torch.full((2, 4, 8), 1e-3), E5M2, block=block, amax_epsilon=57344.0)
     assert t.qdata.dtype == torch.float8_e5m2
-    assert t.scale.item() == 1.0
-    assert t.amax.item() == pytest.approx(1e-3)
+    assert torch.equal(t.scale, torch.ones_like(t.scale))
+    assert torch.equal(t.amax, torch.full_like(t.amax, 1e-3))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +142,10 @@ def test_amax_epsilon_bounds_the_scale_from_below():
                 ValueError,
                 "scale must be .*; got",
             )
-            for value in (0, -1.0, float("nan"), float("inf"), 1e-46, torch.tensor([[0.0]]))
+            for value in (
+                0, -1.0, float("nan"), float("inf"), 1e-46, torch.tensor([[0.0]]),
+                torch.tensor(1e-46, dtype=torch.float64),
+            )
         ),
         *(
             (lambda eps=eps: quantize(torch.ones(2), amax_epsilon=eps), ValueError, "amax_epsilon")
