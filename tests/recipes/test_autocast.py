@@ -409,6 +409,25 @@ def test_scaling_factor_compute_algo_takes_effect():
     call(m, 7.0, recipe)
     assert calls == [(7.0, 64.0, [448.0, 448.0, 57344.0], recipe)]
     assert scales(m, recipe)[0] == 1 / 32.0
+    recipe = recipes.DelayedScaling(
+        interval=2, amax_history_len=2, amax_compute_algo="max", scaling_factor_compute_algo=algo
+    )
+    m = layer()
+    for value, amax in ((7.0, 7.0), (2.0, 7.0), (14.0, 14.0), (3.5, 14.0), (1.0, 3.5)):
+        call(m, value, recipe)  # every second amax sets the scale, to that of the last two
+        assert scales(m, recipe)[0] == amax / 224
+
+
+@pytest.mark.parametrize("encode", [0.0, -1.0, torch.inf, torch.nan])
+def test_unusable_factor_of_scaling_factor_compute_algo_keeps_the_scale(encode):
+    factors = [64.0, encode]
+    recipe = recipes.DelayedScaling(
+        scaling_factor_compute_algo=lambda amax, *_: torch.full_like(amax, factors.pop(0))
+    )
+    m = layer()
+    for _ in range(2):
+        call(m, 7.0, recipe)
+        assert scales(m, recipe)[0] == 1 / 64
 
 
 def test_converted_delayed_model_advances_once_a_call():

@@ -149,7 +149,11 @@ def test_chunks_are_decoded_one_after_the_other(monkeypatch):
 def test_other_ops_run_on_the_dequantized_values():
     x = packed(2, 3, 64)
     values = x.dequantize()
-    for op in (lambda t: t + 1, lambda t: t[..., 3], lambda t: t.view(6, 64), torch.isnan):
+    order, chosen = torch.tensor([1, 0]), torch.tensor([False, True])
+    for op in (
+        lambda t: t + 1, lambda t: t[..., 3], lambda t: t.view(6, 64), torch.isnan,
+        lambda t: t[chosen], lambda t: t[order, order], lambda t: t[order[None]], lambda t: t.int(),
+    ):  # fmt: skip
         assert type(op(x)) is torch.Tensor
         assert torch.equal(op(x), op(values))
     offs = torch.tensor([1, 5], dtype=torch.int32)
