@@ -19,6 +19,7 @@ from tests.near_ties import by_multiplying, near_ties
 from tests.nn.composition import RECIPES, Composition, float64_step, perturb, sqnr, step
 from tests.nn.models import gemms_of, saved_bytes
 from tests.pairwise import pairs_first
+from tests.same_bytes import assert_same_state
 
 RECIPES_AND_HIGH = {"high": None, **RECIPES}
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -335,6 +336,13 @@ def test_conversion_gives_fused_modules_their_recipe(make: Any, name: str) -> No
             expected = twin(x)
         assert torch.equal(y, expected)
         assert counts.fp8_by_module["0"] == len(list(precisions(model[0])))
+    model[0](x)  # alone, the module is its own region, which advances the scales
+    with float8lab.autocast(recipe=recipe):
+        twin[0](x)
+    for (_, own), (_, expected) in zip(precisions(model[0]), precisions(twin[0]), strict=True):
+        assert own.slots.keys() == expected.slots.keys()
+        for key, slots in own.slots.items():
+            assert_same_state(slots.tensors(), expected.slots[key].tensors())
     float8lab.to_high_precision(model)
     assert gemms_of(model, torch.randn(6, 40))[0] == 0
     assert type(model[0]) is type(twin[0])

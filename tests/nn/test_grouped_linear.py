@@ -21,6 +21,7 @@ from float8lab.nn.precision import Precision
 from float8lab.ops import Offsets, Prologue
 from float8lab.tensor import Float8Tensor
 from tests.recorder import Ops, hooked_as_by_megatron, never_waiting
+from tests.same_bytes import assert_same_state
 
 SIZES = [0, 1, 15, 17, 40]
 E, M, K, N = len(SIZES), sum(SIZES), 72, 40
@@ -159,6 +160,18 @@ def test_float64_is_exact_and_leaves_no_state(recipe):
     assert layer._fp8.slots == {}
 
 
+def test_calibration_records_the_amaxes_of_every_expert():
+    x, states = rows(K), []
+    for enabled in (True, False):
+        layer = experts()
+        with float8lab.autocast(enabled, calibrating=not enabled, recipe=RECIPES["delayed"]):
+            layer(x, SIZES)
+        (slots,) = layer._fp8.slots.values()
+        states.append(slots.tensors())
+    assert states[1]["steps"].any()
+    assert_same_state(states[1], states[0])
+
+
 @pytest.mark.parametrize("recipe", [None, RECIPES["delayed"], RECIPES["block"]], ids=str)
 def test_equivalent_forms_of_splits_parameters_and_input_give_equal_results(recipe):
     """Splits may be a list or a tensor, parameters single or per expert, x three-dimensional."""
@@ -172,6 +185,7 @@ def test_equivalent_forms_of_splits_parameters_and_input_give_equal_results(reci
         step(copy.deepcopy(layer), x, dy, recipe, as_tensor.long()),
         step(experts(), x, dy, recipe, as_tensor, out=out, dgrad_out=dgrad),
         step(layer, x[None], dy[None], recipe),
+        step(experts(), x, dy, recipe, dgrad_out=torch.empty(M, K)),
     ]
     for actual in results:
         for tensor, expected_tensor in zip(actual, expected, strict=True):

@@ -1,6 +1,7 @@
 """LayerNorm and RMSNorm equal torch's, with every gradient, in any shape and dtype."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -184,13 +185,15 @@ def test_convert_norms_converts_in_place_and_names_reasons_for_the_rest(device: 
             "layer": nn.LayerNorm((3, 5)), "rms": nn.RMSNorm(5, eps=1e-3), "eps": nn.RMSNorm(5),
             "bias": nn.LayerNorm(5, bias=False),
             "weight": nn.LayerNorm(5, elementwise_affine=False), "own": Own(5),
-            "ours": float8lab.LayerNorm(5),
+            "ours": float8lab.LayerNorm(5), "replaced": nn.LayerNorm(5),
         }
     ).to(device)  # fmt: skip
+    model["replaced"].forward = partial(F.layer_norm, normalized_shape=(5,))
     plain = copy.deepcopy(model)
     assert float8lab.nn.convert_norms(model) == {
         "layer": None, "rms": None, "eps": "eps None means one by the input's dtype",
         "bias": "it has no bias", "weight": "it has no weight", "own": "Own is a class of its own",
+        "replaced": "forward was replaced on the layer itself",
     }  # fmt: skip
     assert [type(model[name]) for name in ("layer", "rms")] == list(NORMS.values())
     assert all(type(model[name]) is type(plain[name]) for name in list(plain)[2:])
@@ -200,4 +203,6 @@ def test_convert_norms_converts_in_place_and_names_reasons_for_the_rest(device: 
         for actual, expected in zip(run(model[name], x, dy), run(plain[name], x, dy), strict=True):
             assert (actual - expected).norm() <= 1e-6 * expected.norm()
         assert copy.deepcopy(model[name])(x).shape == x.shape
-    assert float8lab.nn.convert_norms(model).keys() == {"eps", "bias", "weight", "own"}
+    assert float8lab.nn.convert_norms(model).keys() == {
+        "eps", "bias", "weight", "own", "replaced"
+    }  # fmt: skip
