@@ -10,6 +10,7 @@ import float8lab
 from benchmarks.experts import MODELS, Layer, saved_share
 from float8lab import recipes
 from float8lab.nn.activation_function import activate
+from float8lab.nn.precision import precisions
 from tests.nn.test_grouped_linear import RECIPES
 
 T, E, TOP, H, F = 40, 5, 2, 72, 40
@@ -186,6 +187,16 @@ def test_weights_stored_in_fp8_give_the_output_of_cast_weights(recipe):
     actual = step(stored, lambda x, probs: stored(x, probs, index), x, probs, recipe=recipe)
     if not recipe.linear.delayed:  # delayed scales of the two modules differ
         assert torch.equal(actual[0], expected[0])
+
+
+def test_a_converted_module_that_is_called_alone_advances_its_scales():
+    module, (probs, index) = experts(), routing()
+    float8lab.convert_to_float8(nn.Sequential(module), RECIPES["delayed"])
+    for _ in range(2):
+        module(torch.randn(T, H), probs, index)
+    for _, precision in precisions(module):
+        (slots,) = precision.slots.values()
+        assert slots.tensors()["steps"].max() == 2
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

@@ -172,6 +172,15 @@ def test_calibration_records_the_amaxes_of_every_expert():
     assert_same_state(states[1], states[0])
 
 
+def test_a_converted_layer_that_is_called_alone_advances_its_scales():
+    layer = experts()
+    float8lab.convert_to_float8(nn.Sequential(layer), RECIPES["delayed"])
+    for _ in range(2):
+        layer(rows(K), SIZES)
+    (slots,) = layer._fp8.slots.values()
+    assert slots.tensors()["steps"].max() == 2
+
+
 @pytest.mark.parametrize("recipe", [None, RECIPES["delayed"], RECIPES["block"]], ids=str)
 def test_equivalent_forms_of_splits_parameters_and_input_give_equal_results(recipe):
     """Splits may be a list or a tensor, parameters single or per expert, x three-dimensional."""

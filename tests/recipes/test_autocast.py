@@ -439,6 +439,8 @@ def test_converted_delayed_model_advances_once_a_call():
     assert steps(model[0]) == [3, 3, 2]
     assert steps(model[1]) == [3, 3, 2]
     assert slots_of(model[0]).pack is slots_of(model[1]).pack
+    model[1](torch.randn(4, 16))  # alone, the layer is its own region
+    assert steps(model[1]) == [4, 4, 3]  # the last gradient counts, too
     model.eval()
     model(torch.randn(4, 16))
     assert steps(model[0])[0] == 3

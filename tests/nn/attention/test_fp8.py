@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import float8lab
 from float8lab import recipes
@@ -432,6 +433,15 @@ def test_delayed_scales_come_from_earlier_steps():
     encode = 1 / state["scale"]
     for index, x in ((Q, q * 4), (K, k), (V, v)):
         assert encode[index] == 2.0 ** torch.floor(torch.log2(448 / x.abs().max()))
+
+
+def test_converted_attention_that_is_called_alone_advances_its_scales():
+    module = DotProductAttention(4, 64, num_gqa_groups=2, qkv_format="bshd")
+    recipe = recipes.DelayedScaling(fp8_dpa=True)
+    float8lab.convert_to_float8(nn.Sequential(module, nn.Linear(4, 4)), recipe)
+    for _ in range(2):
+        module(*make(16)[:3])
+    assert module._fp8.slots[recipe, None].tensors()["steps"][[Q, K, V]].tolist() == [2, 2, 2]
 
 
 def test_eval_freezes_the_scales_and_calibration_collects_them():
