@@ -100,7 +100,9 @@ def train(model, optimizer, steps, start=0) -> None:
 
 
 def fp8_parameters(model: nn.Module) -> list[Float8Tensor]:
-    return [p for p in model.parameters() if isinstance(p, Float8Tensor)]
+    parameters = [p for p in model.parameters() if isinstance(p, Float8Tensor)]
+    assert parameters
+    return parameters
 
 
 def assert_same_parameters(a: nn.Module, b: nn.Module) -> None:
@@ -347,6 +349,7 @@ def test_kept_initial_values_that_were_overwritten_are_not_used(model):
 def test_masters_and_their_states_have_the_master_dtype(model, dtype):
     optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, master_dtype=dtype, lr=0.1)
     train(model, optimizer, 1)
+    assert list(optimizer.masters) == fp8_parameters(model)
     for p, master in optimizer.masters.items():
         assert master.dtype == dtype
         assert optimizer.state[p]["exp_avg"].dtype == dtype
