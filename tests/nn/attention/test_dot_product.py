@@ -542,6 +542,28 @@ CALLS = {
     "arbitrary without a mask": (
         {"attn_mask_type": "arbitrary"}, ValueError, "attention_mask must be a bool tensor"
     ),
+    "arbitrary mask of floats": (
+        {"attn_mask_type": "arbitrary", "attention_mask": torch.ones(5, 5)},
+        ValueError, "attention_mask must be a bool tensor",
+    ),
+    "arbitrary mask of other queries": (
+        {"attn_mask_type": "arbitrary", "attention_mask": torch.ones(4, 5).bool()},
+        ValueError, "attention_mask must be a bool tensor",
+    ),
+    "unused mask of other keys": (
+        {"attention_mask": torch.ones(2, 1, 1, 4).bool()}, ValueError, "attention_mask must broad"
+    ),
+    "sequences longer than the tensors": (
+        {"attn_mask_type": "padding", "cu_seqlens_q": torch.tensor([0, 6, 9])},
+        ValueError, "cu_seqlens_q must be of sequences of at most 5 tokens",
+    ),
+    "sequences of another batch": (
+        {"attn_mask_type": "padding", "cu_seqlens_q": torch.tensor([0, 5])},
+        ValueError, r"cu_seqlens_q must be \[B \+ 1\], 3",
+    ),
+    "keys on another device": (
+        {"key_layer": torch.ones(2, 5, 2, 8, device="meta")}, ValueError, "key_layer must be on"
+    ),
     "bias type": ({"core_attention_bias_type": "bias"}, ValueError, "core_attention_bias_type m"),
     "bias without a type": (
         {"core_attention_bias": torch.ones(1, 4, 5, 5)}, ValueError, "core_attention_bias must be N"
@@ -602,6 +624,8 @@ def test_wrong_calls_are_refused(case):
 
 CONSTRUCTIONS = {
     "groups": ({"num_gqa_groups": 3}, ValueError, "num_gqa_groups must divide"),
+    "no groups": ({"num_gqa_groups": 0}, ValueError, "num_gqa_groups must be an integer"),
+    "flag": ({"sequence_parallel": "no"}, TypeError, "sequence_parallel must be True or False"),
     "type": ({"attention_type": "inter"}, ValueError, "attention_type must be 'self' or 'cross'"),
     "dropout": ({"attention_dropout": 1.0}, ValueError, "attention_dropout must be a finite"),
     "format": ({"qkv_format": "sb3hd"}, ValueError, "qkv_format must be one of"),
