@@ -126,6 +126,8 @@ def test_wrong_arguments_are_refused():
         apply_rotary_pos_emb(x[:, 0], rope(S), "thd", cu_seqlens=cu_seqlens, start_positions=starts)
     with pytest.raises(ValueError, match="cp_rank must be below cp_size 2; got 2"):
         apply_rotary_pos_emb(x, rope(S), fused=True, cp_size=2, cp_rank=2)
+    with pytest.raises(ValueError, match="cp_rank must be an integer of at least 0; got -1"):
+        apply_rotary_pos_emb(x, rope(S), fused=True, cp_size=2, cp_rank=-1)
     with pytest.raises(ValueError, match=r"freqs must have at least 12 positions; got 6.*all cont"):
         apply_rotary_pos_emb(x, rope(S), cp_size=2, cp_rank=1)
     with pytest.raises(ValueError, match="t must have sequences whose lengths are multiples of 4"):
