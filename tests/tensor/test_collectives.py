@@ -1,5 +1,6 @@
 """Collectives on Float8Tensors: data that moves keeps its values, and sums are of values."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -182,11 +183,13 @@ def check_asynchronous_gathers_are_complete_after_waiting(ranks: Ranks) -> None:
         out = empty(tensors[0], 8 * ranks.world)
         works.append(_all_gather(out, tensors[ranks.rank], async_op=True))
         results.append((out, tensors))
-    for work, (out, tensors) in zip(works, results, strict=True):
+    for index, (work, (out, tensors)) in enumerate(zip(works, results, strict=True)):
         assert work is not None
-        work.wait()
-        work.wait()
-        assert work.is_completed()
+        if index % 2:
+            work.wait()
+            work.wait()
+        while not work.is_completed():  # which waits for the result, too
+            time.sleep(0.001)
         assert_joined(out, tensors)
 
 
@@ -279,6 +282,15 @@ def check_point_to_point_calls_keep_the_bytes(ranks: Ranks) -> None:
             assert sorted(sources) == list(range(1, ranks.world))
 
 
+def check_scattered_views_have_the_latest_scales(ranks: Ranks) -> None:
+    base = tensor_of_rank(0, ranks.device, (4, 16), 4 * ranks.world + 4)
+    views = [base[4 * r + 2 : 4 * r + 6] for r in range(ranks.world)]  # their blocks are halves
+    base.mul_(1000.0)
+    got = empty(views[0])
+    dist.scatter(got, views if ranks.rank == 0 else None, 0)
+    assert torch.equal(got.dequantize(), base.dequantize()[4 * ranks.rank + 2 :][:4])
+
+
 def check_views_receive_from_one_rank(ranks: Ranks) -> None:
     """The views are stored in another way than the data, or share a block with other elements."""
     for block in BLOCKS:
@@ -340,6 +352,9 @@ def check_functional_collectives_keep_or_sum_the_values(ranks: Ranks) -> None:
         tensors = [tensor_of_rank(r, ranks.device, block) for r in range(ranks.world)]
         local = tensors[ranks.rank].clone()
         assert_same_bytes(functional.wait_tensor(functional.broadcast(local, 1, group)), tensors[1])
+        written = local.clone()
+        torch.ops._c10d_functional.broadcast_(written, 1, group.group_name)
+        assert_same_bytes(written, tensors[1])
         exchanged = functional.all_to_all_single(local, None, None, group)
         parts = [x.dequantize().chunk(ranks.world)[ranks.rank] for x in tensors]
         assert torch.equal(functional.wait_tensor(exchanged).dequantize(), torch.cat(parts))
