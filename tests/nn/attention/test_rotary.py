@@ -115,6 +115,8 @@ def test_wrong_arguments_are_refused():
     x = torch.randn(S, 1, 1, D)
     with pytest.raises(ValueError, match="freqs must have at least 6 positions; got 5"):
         apply_rotary_pos_emb(x, rope(5))
+    with pytest.raises(ValueError, match="freqs must have at least 6 positions; got 5"):
+        apply_rotary_pos_emb(x[:, 0], rope(5), "thd", cu_seqlens=torch.tensor([0, S]))
     with pytest.raises(ValueError, match="at most the head size 4"):
         apply_rotary_pos_emb(x[..., :4], rope(S))
     with pytest.raises(ValueError, match="cu_seqlens must be given"):
