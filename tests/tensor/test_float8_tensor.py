@@ -352,6 +352,16 @@ def test_in_place_ops_requantize():
     assert torch.equal(t.dequantize(), expected.dequantize())
 
 
+@pytest.mark.usefixtures("fresh_warnings")
+def test_ops_that_write_return_the_written_tensor():
+    with torch.inference_mode(), float8lab.fallback("silent"):
+        t, out = quantize(torch.randn(4, 4)), quantize(torch.randn(4, 4))
+        assert t.sin_() is t
+        assert torch.sin(t, out=out) is out
+        assert t.zero_() is t
+        assert_same_bytes(t, quantize(torch.zeros(4, 4)))
+
+
 def test_second_handler_for_an_op_raises():
     with pytest.raises(ValueError, match="must have one handler"):
         implements(torch.ops.aten.mm.default)(lambda *a: None)
