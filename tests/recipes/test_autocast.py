@@ -413,7 +413,7 @@ def test_scaling_factor_compute_algo_takes_effect():
         interval=2, amax_history_len=2, amax_compute_algo="max", scaling_factor_compute_algo=algo
     )
     m = layer()
-    for value, amax in ((7.0, 7.0), (2.0, 7.0), (14.0, 14.0), (3.5, 14.0), (1.0, 3.5)):
+    for value, amax in ((7.0, 7.0), (28.0, 7.0), (14.0, 28.0), (3.5, 28.0), (1.0, 3.5)):
         call(m, value, recipe)  # every second amax sets the scale, to that of the last two
         assert scales(m, recipe)[0] == amax / 224
 
