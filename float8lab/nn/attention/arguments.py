@@ -60,6 +60,15 @@ class Lengths(NamedTuple):
         follow_queries = self.cu_seqlens_kv is None and self.cu_seqlens_kv_padded is None
         return self.cu_seqlens_q_padded if follow_queries else self.cu_seqlens_kv_padded
 
+    def beside(self, cache: InferenceParams | None) -> Lengths:
+        """Leave out lengths that only repeat those of the cache's ``pre_step``."""
+        step, starts = getattr(cache, "step", None), self.cu_seqlens_q
+        if step is None or not isinstance(starts, Tensor) or starts.ndim != 1:
+            return self
+        if has_values(starts) and starts.diff().tolist() != list(step.lengths):
+            return self
+        return self._replace(cu_seqlens_q=None, cu_seqlens_kv=None)
+
     def starts(self) -> tuple[Tensor | None, Tensor | None]:
         """Return where the sequences of queries and of keys start in a thd call."""
         lengths = self.cu_seqlens_q, self.cu_seqlens_of_keys
@@ -199,7 +208,7 @@ def check_masking(
     step = None if inference_params is None else inference_params.step
     if step is not None and (mask_type == "arbitrary" or attention_mask is not None or has_lengths):
         raise NotImplementedError(
-            f"{name} and cu_seqlens must be None, and attn_mask_type not 'arbitrary', after "
+            f"{name} and other cu_seqlens must be None, and attn_mask_type not 'arbitrary', after "
             f"InferenceParams.pre_step; its lengths are the mask. Got attn_mask_type={mask_type!r}."
             " Leave them out."
         )

@@ -308,7 +308,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
                 tensor-parallel rank passes the slopes of its own heads.
             fast_zero_fill: no effect: values that are not computed are always 0.
             inference_params: key/value cache: keys and values are added to it, and queries attend
-                to everything that it holds.
+                to everything in it. After ``pre_step``, ``cu_seqlens_q`` may repeat its lengths.
             cu_seqlens_q_padded: ``[B + 1]``, the starts of sequences, for thd with gaps after them.
             cu_seqlens_kv_padded: the same for key and value; if it and ``cu_seqlens_kv`` are None,
                 ``cu_seqlens_q_padded``.
@@ -338,7 +338,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         lengths = arguments.Lengths(
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q,
             max_seqlen_kv,
-        )  # fmt: skip
+        ).beside(inference_params)  # fmt: skip
         if pad_between_seqs:
             why = "pad_between_seqs=True"
             check_lengths("cu_seqlens_q_padded", cu_seqlens_q_padded, why=why)

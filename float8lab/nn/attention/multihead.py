@@ -360,7 +360,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         )
         lengths = Lengths(
             cu_seqlens_q, cu_seqlens_kv, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv
-        )
+        ).beside(inference_params)
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         rules = self.core_attention.rules_of_call(None, mask_type, window_size)
         angles = _angles_of(rotary_pos_emb)
@@ -375,7 +375,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         if self.qk_norm_before_rope:
             query, key = self._normalized(query, key)
         if angles is not None:
-            cu_seqlens_k = lengths.cu_seqlens_of_keys
+            cu_seqlens_q, cu_seqlens_k = lengths.cu_seqlens_q, lengths.cu_seqlens_of_keys
             waves = self._waves_of(query, angles[0], inference_params, cu_seqlens_q)
             query = self._rotate(query, waves)
             are_same = angles[0] is angles[1] and cu_seqlens_k is cu_seqlens_q

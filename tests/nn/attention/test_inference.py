@@ -329,6 +329,41 @@ def test_a_model_that_generates_equals_one_full_call(ragged, cache_dtype):
         assert 0 < (y - expected).norm() <= 0.05 * expected.norm()
 
 
+@pytest.mark.parametrize("qkv_format", ["sbhd", "bshd", "thd"])
+def test_lengths_may_repeat_those_of_the_step(qkv_format):
+    """As programs for Transformer Engine give them, at each step."""
+    mask = {"attn_mask_type": "padding_causal"}
+    layer = float8lab.TransformerLayer(
+        H * D, 32, H, num_gqa_groups=G, self_attn_mask_type="padding_causal", layer_number=1,
+        attn_input_format=qkv_format, hidden_dropout=0.0, attention_dropout=0.0, device="cpu",
+    )  # fmt: skip
+    attention = DotProductAttention(H, D, G, qkv_format=qkv_format, layer_number=1, **mask)
+    angles = RotaryPositionEmbedding(D)(9)
+    outputs: list[list[torch.Tensor]] = [[], []]
+    caches = [[InferenceParams(2, 9), InferenceParams(2, 9)] for _ in outputs]
+    for step in ({"a": 4, "b": 2}, {"b": 1, "a": 1}, {"c": 5, "a": 1}):
+        tokens = list(step.values())
+        shape = {"sbhd": (max(tokens), 2), "bshd": (2, max(tokens)), "thd": (sum(tokens),)}
+        x = torch.randn(*shape[qkv_format], H * D)
+        qkv = [torch.randn(*shape[qkv_format], heads, D) for heads in (H, G, G)]
+        starts = torch.tensor([0, tokens[0], sum(tokens)], dtype=torch.int32)
+        repeated = {
+            "cu_seqlens_q": starts, "cu_seqlens_kv": starts.clone(), "max_seqlen_q": max(tokens),
+            "max_seqlen_kv": 9,
+        }  # fmt: skip
+        for (one, other), results, given in zip(caches, outputs, ({}, repeated), strict=True):
+            one.pre_step(step)
+            other.pre_step(step)
+            results.append(layer(x, inference_params=one, rotary_pos_emb=angles, **given))
+            results.append(attention(*qkv, inference_params=other, **given))
+    assert all(map(torch.equal, *outputs))
+    with pytest.raises(NotImplementedError, match="its lengths are the mask"):
+        attention(*qkv, inference_params=other, **{**repeated, "cu_seqlens_q": 2 * starts})
+    starts = torch.tensor([0, 1, sum(tokens)])
+    with pytest.raises(NotImplementedError, match="its lengths are the mask"):
+        layer(x, inference_params=one, cu_seqlens_q=starts)
+
+
 def test_calls_that_do_not_fit_the_cache_are_refused():
     q, k, v = make()
     attention = DotProductAttention(H, D, G, qkv_format="bshd", layer_number=1)
