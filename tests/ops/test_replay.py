@@ -415,9 +415,11 @@ def test_views_of_allocations_are_created_in_every_call():
     assert launcher.calls == 2
 
 
-def test_buffers_are_freed_before_the_next_gemm(monkeypatch):
-    alive, storages = [], []
-    kernel = FakeKernel(scale_into)
+@pytest.fixture
+def alive(monkeypatch) -> list[list[bool]]:
+    """For each allocation of a repeated call, which earlier allocations are still alive."""
+    alive: list[list[bool]] = []
+    storages: list[StorageWeakRef] = []
     original_empty = _replay._empty_strided
 
     def recording_empty(*args: Any) -> Tensor:
@@ -425,6 +427,13 @@ def test_buffers_are_freed_before_the_next_gemm(monkeypatch):
         y = original_empty(*args)
         storages.append(StorageWeakRef(y.untyped_storage()))
         return y
+
+    monkeypatch.setattr(_replay, "_empty_strided", recording_empty)
+    return alive
+
+
+def test_buffers_are_freed_before_the_next_gemm(alive):
+    kernel = FakeKernel(scale_into)
 
     @replayed
     def launcher(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -437,7 +446,6 @@ def test_buffers_are_freed_before_the_next_gemm(monkeypatch):
         kernel(gemm, last_buffer, 1.0)
         return output, torch.mm(last_buffer, last_buffer)
 
-    monkeypatch.setattr(_replay, "_empty_strided", recording_empty)
     for _ in range(3):
         x = torch.randn(4, 4)
         output, gemm = launcher(x)
@@ -448,17 +456,9 @@ def test_buffers_are_freed_before_the_next_gemm(monkeypatch):
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_buffers_of_a_launch_outlive_a_launch_that_overlaps_it(monkeypatch, overlaps):
+def test_buffers_of_a_launch_outlive_a_launch_that_overlaps_it(alive, overlaps):
     """An output of the second launch may not have the memory that the first one still reads."""
-    alive, storages = [], []
     kernel = FakeKernel(scale_into)
-    original_empty = _replay._empty_strided
-
-    def recording_empty(*args: Any) -> Tensor:
-        alive.append([not storage.expired() for storage in storages])
-        y = original_empty(*args)
-        storages.append(StorageWeakRef(y.untyped_storage()))
-        return y
 
     @replayed
     def launcher(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -468,7 +468,6 @@ def test_buffers_of_a_launch_outlive_a_launch_that_overlaps_it(monkeypatch, over
         kernel(x, second, 5.0, overlaps=overlaps)
         return first, second
 
-    monkeypatch.setattr(_replay, "_empty_strided", recording_empty)
     for _ in range(3):
         x = torch.randn(4, 4)
         first, second = launcher(x)
