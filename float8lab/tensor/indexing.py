@@ -134,24 +134,11 @@ def _common_block(tensors: Sequence[Float8Tensor]) -> tuple[int, ...]:
     return tuple(block)
 
 
-def _join_data(op: OpOverload, tensors: Sequence[Float8Tensor], dim: int) -> Tensor:
-    data = op([x.qdata.view(torch.uint8) for x in tensors], dim)  # raises if sizes do not fit
-    return data.view(tensors[0].qdata.dtype)
-
-
-def _join(
-    op: OpOverload, qdata: Tensor, tensors: Sequence[Float8Tensor], dim: int, block: Sequence[int]
-) -> Float8Tensor:
-    scale, amax = op([x.scale for x in tensors], dim), op([x.amax for x in tensors], dim)
-    spec = replace(tensors[0].spec, block=tuple(block))
-    return tensors[0].replace(qdata=qdata, scale=scale, amax=amax, spec=spec)
-
-
 @implements(aten.cat.default)
 def _cat(op: OpOverload, tensors: Sequence[Tensor], dim: int = 0) -> object:
     if not _joinable(tensors) or tensors[0].ndim == 0:
         return NotImplemented
-    qdata = _join_data(op, tensors, dim)
+    data = op([x.qdata.view(torch.uint8) for x in tensors], dim)  # raises if sizes do not fit
     dim %= tensors[0].ndim
     joined = [x for x in tensors if x.shape[dim]] or list(tensors[:1])
     if len(joined) == 1:
@@ -164,15 +151,11 @@ def _cat(op: OpOverload, tensors: Sequence[Tensor], dim: int = 0) -> object:
     elif b > 1:
         b = math.gcd(b, *lengths[:-1])  # the last tensor may end with a partial block
     block = _replace_size(block, dim, b)
-    return _join(op, qdata, [cut(x, block) for x in joined], dim, block)
+    joined = [cut(x, block) for x in joined]
+    scale, amax = op([x.scale for x in joined], dim), op([x.amax for x in joined], dim)
+    return joined[0].replace(qdata=data.view(joined[0].qdata.dtype), scale=scale, amax=amax)
 
 
 @implements(aten.stack.default)
 def _stack(op: OpOverload, tensors: Sequence[Tensor], dim: int = 0) -> object:
-    if not _joinable(tensors):
-        return NotImplemented
-    qdata = _join_data(op, tensors, dim)
-    dim %= tensors[0].ndim + 1
-    block = _common_block(tensors)
-    joined = [cut(x, block) for x in tensors]
-    return _join(op, qdata, joined, dim, (*block[:dim], 1, *block[dim:]))
+    return _cat(aten.cat.default, [x.unsqueeze(dim) for x in tensors], dim)
