@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from float8lab.formats import Float8Spec
 from float8lab.tensor import blocks
-from float8lab.tensor.dispatch import implements
+from float8lab.tensor.dispatch import implements, overloads
 from float8lab.tensor.float8_tensor import Float8Tensor
 from float8lab.tensor.views import cut
 from float8lab.tensor.window import merge_into
@@ -53,11 +53,6 @@ Tensors = list[Float8Tensor]
 """The tensors that a rank gets or sends in a collective of lists."""
 _Started = tuple[object, ScriptObject] | ScriptObject | None
 """The result of a collective op: its outputs and a work handle, or only the handle."""
-
-
-def _existing(namespace: object, *names: str) -> list[OpOverload]:
-    """Return the overloads that this torch has: builds and versions lack some collectives."""
-    return [getattr(namespace, name).default for name in names if hasattr(namespace, name)]
 
 
 # Tensors as rows of bytes.
@@ -238,7 +233,7 @@ class _Work(dist.Work if dist.is_available() else object):  # type: ignore[misc]
 # Collectives in place.
 
 
-@implements(*_existing(c10d, "broadcast_"))
+@implements(*overloads("broadcast_", namespace=c10d))
 def _broadcast(
     op: OpOverload, tensors: Tensors, group: ScriptObject, root: int, *args: object
 ) -> tuple[Tensors, ScriptObject]:
@@ -258,7 +253,7 @@ def _sizes(tensors: Sequence[Tensor]) -> list[int]:
     return [x.shape[0] * _width(x) if isinstance(x, Float8Tensor) else 0 for x in tensors]
 
 
-@implements(*_existing(c10d, "allgather_", "gather_"))
+@implements(*overloads("allgather_", "gather_", namespace=c10d))
 def _gather_list(
     op: OpOverload, outputs: list[Tensors], inputs: Tensors, group: ScriptObject, *args: object
 ) -> object:
@@ -275,7 +270,7 @@ def _gather_list(
     return (outputs, work) if root is None else work
 
 
-@implements(*_existing(c10d, "scatter_"))
+@implements(*overloads("scatter_", namespace=c10d))
 def _scatter_list(
     op: OpOverload, outputs: Tensors, inputs: list[Tensors], group: ScriptObject, root: int,
     *args: object,
@@ -294,7 +289,7 @@ def _scatter_list(
     return outputs, _Work([work], partial(_receive, [x], [received])).boxed()
 
 
-@implements(*_existing(c10d, "alltoall_"))
+@implements(*overloads("alltoall_", namespace=c10d))
 def _all_to_all_list(
     op: OpOverload, outputs: Tensors, inputs: Tensors, group: ScriptObject, *args: object
 ) -> tuple[Tensors, ScriptObject]:
@@ -308,7 +303,7 @@ def _all_to_all_list(
     return outputs, _Work([work], partial(_receive, targets, received.split(expected))).boxed()
 
 
-@implements(*_existing(c10d, "_allgather_base_"))
+@implements(*overloads("_allgather_base_", namespace=c10d))
 def _all_gather_base(
     op: OpOverload, output: Tensor, x: Float8Tensor, group: ScriptObject, *args: object
 ) -> tuple[Tensor, ScriptObject]:
@@ -325,7 +320,7 @@ def _all_gather_base(
     return output, _Work([work], partial(_receive, [out], [received])).boxed()
 
 
-@implements(*_existing(c10d, "alltoall_base_"))
+@implements(*overloads("alltoall_base_", namespace=c10d))
 def _all_to_all_base(
     op: OpOverload, out: Float8Tensor, x: Float8Tensor, group: ScriptObject,
     out_splits: Sequence[int], in_splits: Sequence[int], *args: object,
@@ -374,7 +369,7 @@ def _reduce_values(
     return _Work([work], finish).boxed()
 
 
-@implements(*_existing(c10d, "allreduce_", "allreduce_coalesced_", "reduce_"))
+@implements(*overloads("allreduce_", "allreduce_coalesced_", "reduce_", namespace=c10d))
 def _reduce(op: OpOverload, tensors: Tensors, group: ScriptObject, *args: object) -> object:
     """Sum on every rank, or on the root rank, which is then the second of ``args``."""
     me, world = _rank_and_size(group)
@@ -386,7 +381,7 @@ def _reduce(op: OpOverload, tensors: Tensors, group: ScriptObject, *args: object
     return (tensors, work) if op is c10d.allreduce_.default else work
 
 
-@implements(*_existing(c10d, "reduce_scatter_"))
+@implements(*overloads("reduce_scatter_", namespace=c10d))
 def _reduce_scatter_list(
     op: OpOverload, outputs: Tensors, inputs: list[Tensors], group: ScriptObject, *args: object
 ) -> tuple[Tensors, ScriptObject]:
@@ -395,7 +390,7 @@ def _reduce_scatter_list(
     return outputs, _reduce_values(op, (group, *args), outputs, outputs, inputs)
 
 
-@implements(*_existing(c10d, "_reduce_scatter_base_"))
+@implements(*overloads("_reduce_scatter_base_", namespace=c10d))
 def _reduce_scatter_base(
     op: OpOverload, out: Tensor, x: Tensor, group: ScriptObject, *args: object
 ) -> tuple[Tensor, ScriptObject]:
@@ -413,7 +408,7 @@ _SINGLE = {
 """Maps a collective of many tensors to the collective of one tensor."""
 
 
-@implements(*_existing(c10d, *_SINGLE))
+@implements(*overloads(*_SINGLE, namespace=c10d))
 def _run_each(
     op: OpOverload, outputs: list[Tensors] | Tensors, inputs: Tensors, group: ScriptObject,
     *args: object,
@@ -443,7 +438,7 @@ def _in_stored_order(scales: Tensor, spec: Float8Spec) -> Tensor:
     return scales.movedim(-1, 0) if blocks.stores_scales_by_column(spec) else scales
 
 
-@implements(*_existing(c10d, "send"))
+@implements(*overloads("send", namespace=c10d))
 def _send(
     op: OpOverload, tensors: Tensors, group: ScriptObject, target: int, tag: int
 ) -> ScriptObject:
@@ -492,7 +487,7 @@ def _targets(tensors: Tensors, group: ScriptObject) -> tuple[list[Tensor], Calla
     return [t for x in buffers for t in _wire_buffers(x)], finish
 
 
-@implements(*_existing(c10d, "recv_"))
+@implements(*overloads("recv_", namespace=c10d))
 def _recv(
     op: OpOverload, tensors: Tensors, group: ScriptObject, source: int, tag: int
 ) -> ScriptObject:
@@ -500,7 +495,7 @@ def _recv(
     return _Work([_work_handle(op([t], group, source, tag)) for t in buffers], finish).boxed()
 
 
-@implements(*_existing(c10d, "recv_any_source_"))
+@implements(*overloads("recv_any_source_", namespace=c10d))
 def _recv_any(op: OpOverload, tensors: Tensors, group: ScriptObject, tag: int) -> ScriptObject:
     """Wait for the first message, which identifies the rank that sends the other ones."""
     buffers, finish = _targets(tensors, group)
@@ -520,7 +515,7 @@ def _recv_any(op: OpOverload, tensors: Tensors, group: ScriptObject, tag: int) -
 # Functional collectives; they wait before they return.
 
 
-@implements(*_existing(functional, "all_gather_into_tensor"))
+@implements(*overloads("all_gather_into_tensor", namespace=functional))
 def _all_gather(op: OpOverload, x: Float8Tensor, size: int, group: str) -> object:
     """Gather the rows of all ranks; a shard that shares no block with others keeps its blocks."""
     rows, block = x.shape[0] if x.ndim else 0, x.spec.block[0] if x.ndim else 0
@@ -540,7 +535,7 @@ def _all_gather(op: OpOverload, x: Float8Tensor, size: int, group: str) -> objec
     return Float8Tensor._make(qdata, scale, amax, spec, x.dtype)
 
 
-@implements(*_existing(functional, "wait_tensor", "_wrap_tensor_autograd"))
+@implements(*overloads("wait_tensor", "_wrap_tensor_autograd", namespace=functional))
 def _wait(op: OpOverload, x: Float8Tensor) -> Float8Tensor:
     return x.map(lambda t: t)  # the handler that gathered has waited
 
@@ -557,18 +552,20 @@ def _pad(op: OpOverload, x: Float8Tensor, pad: Sequence[int], value: float = 0) 
     return x.replace(qdata=qdata, scale=op(x.scale, tail, 1.0), amax=op(x.amax, tail, 0.0))
 
 
-@implements(*_existing(functional, "all_gather_into_tensor_coalesced"))
+@implements(*overloads("all_gather_into_tensor_coalesced", namespace=functional))
 def _all_gather_many(op: OpOverload, tensors: Tensors, size: int, group: str) -> list[Tensor]:
     return [functional.all_gather_into_tensor(x, size, group) for x in tensors]
 
 
-@implements(*_existing(functional, "all_gather_into_tensor_out", "reduce_scatter_tensor_out"))
+@implements(
+    *overloads("all_gather_into_tensor_out", "reduce_scatter_tensor_out", namespace=functional)
+)
 def _into_out(op: OpOverload, x: Tensor, *args: object, out: Tensor) -> Tensor:
     name = op._schema.name.split("::")[1].removesuffix("_out")
     return out.copy_(functional.wait_tensor(getattr(functional, name)(x, *args)))
 
 
-@implements(*_existing(functional, "broadcast", "broadcast_"))
+@implements(*overloads("broadcast", "broadcast_", namespace=functional))
 def _broadcast_functional(op: OpOverload, x: Float8Tensor, source: int, group: str) -> Float8Tensor:
     result = x if op._schema.is_mutable else x.map(torch.empty_like)
     data = _pack(_with_rows(x))
@@ -577,7 +574,7 @@ def _broadcast_functional(op: OpOverload, x: Float8Tensor, source: int, group: s
     return result
 
 
-@implements(*_existing(functional, "all_to_all_single"))
+@implements(*overloads("all_to_all_single", namespace=functional))
 def _all_to_all(
     op: OpOverload, x: Float8Tensor, out_splits: Sequence[int], in_splits: Sequence[int], group: str
 ) -> Float8Tensor:
@@ -585,7 +582,7 @@ def _all_to_all(
     return _unpack(functional.wait_tensor(op(_pack(x), out_splits, in_splits, group)), x)
 
 
-@implements(*_existing(functional, "all_reduce_", "all_reduce_coalesced_"))
+@implements(*overloads("all_reduce_", "all_reduce_coalesced_", namespace=functional))
 def _all_reduce_functional(
     op: OpOverload, tensors: Tensor | list[Tensor], *args: object
 ) -> Tensor | list[Tensor]:
@@ -594,7 +591,7 @@ def _all_reduce_functional(
     return tensors
 
 
-@implements(*_existing(functional, "isend", "irecv", "batch_p2p_ops"))
+@implements(*overloads("isend", "irecv", "batch_p2p_ops", namespace=functional))
 def _refuse(op: OpOverload, *args: object) -> object:
     raise NotImplementedError(
         f"{op} must not get a Float8Tensor. Use torch.distributed.isend and irecv outside "

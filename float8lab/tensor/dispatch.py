@@ -111,9 +111,9 @@ class fallback:
         _POLICY.name = self._before
 
 
-def overloads(*names: str) -> frozenset[OpOverload]:
-    """Return the overloads without ``out`` of the named aten ops, as far as this torch has them."""
-    packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+def overloads(*names: str, namespace: object = torch.ops.aten) -> frozenset[OpOverload]:
+    """Return the overloads without ``out`` of the named ops, as far as this torch has them."""
+    packets = [getattr(namespace, name) for name in names if hasattr(namespace, name)]
     return frozenset(
         getattr(packet, overload)
         for packet in packets
