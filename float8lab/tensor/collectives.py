@@ -52,7 +52,8 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 Tensors = list[Float8Tensor]
 """The tensors that a rank gets or sends in a collective of lists."""
 _Started = tuple[object, ScriptObject] | ScriptObject | None
-"""The result of a collective op: its outputs and a work handle, or only the handle."""
+"""The result of a collective op: its outputs and a work handle, or only the handle, which is None
+for an op that torch coalesces."""
 
 
 # Tensors as rows of bytes.
@@ -188,15 +189,9 @@ def _agree(group: ScriptObject, sends: list[str], expects: list[str], size: int 
     return max(size for _, _, size in claims)
 
 
-def _work_handle(result: _Started) -> dist.Work | None:
-    """Return the work handle of an op's result; None for an op that torch coalesces."""
-    work = result[1] if isinstance(result, tuple) else result
-    return None if work is None else dist.Work.unbox(work)
-
-
 # Torch may be built without distributed support and its base class.
 class _Work(dist.Work if dist.is_available() else object):  # type: ignore[misc]  # dynamic base
-    """Several works as one, and a function to run after them.
+    """The works of several ops as one, and a function to run after them.
 
     Torch passes a work through C++ to the caller, and drops its Python half unless something holds
     it. ``latest`` holds it until the next work is made or this one has been waited for.
@@ -205,10 +200,11 @@ class _Work(dist.Work if dist.is_available() else object):  # type: ignore[misc]
     latest = threading.local()
 
     def __init__(
-        self, works: Sequence[dist.Work | None], finish: Callable[[], None] | None = None
+        self, results: Iterable[_Started], finish: Callable[[], None] | None = None
     ) -> None:
         super().__init__()
-        self.works = [work for work in works if work is not None]
+        handles = (result[1] if isinstance(result, tuple) else result for result in results)
+        self.works = [dist.Work.unbox(handle) for handle in handles if handle is not None]
         self.finish = finish
         self.source = -1
         self.latest.work = self
@@ -243,9 +239,9 @@ def _broadcast(
     expected = [text if rank == root else _NOTHING for rank in range(world)]
     _agree(group, [expected[me]] * world, expected)
     data = _pack(x)
-    work = _work_handle(op([data], group, root, *args))
+    result = op([data], group, root, *args)
     finish = None if me == root else partial(_receive, [x], [data])
-    return tensors, _Work([work], finish).boxed()
+    return tensors, _Work([result], finish).boxed()
 
 
 def _sizes(tensors: Sequence[Tensor]) -> list[int]:
@@ -266,7 +262,7 @@ def _gather_list(
     size = _agree(group, sends, expects, max(_sizes([x])))
     received = [torch.empty(size, dtype=torch.uint8, device=x.device) for _ in targets]
     result = op([received] if outputs else [], [_padded(_pack(x), size)], group, *args)
-    work = _Work([_work_handle(result)], partial(_receive, targets, received)).boxed()
+    work = _Work([result], partial(_receive, targets, received)).boxed()
     return (outputs, work) if root is None else work
 
 
@@ -285,8 +281,8 @@ def _scatter_list(
     size = _agree(group, sends, expects, max(_sizes([x])))
     received = torch.empty(size, dtype=torch.uint8, device=x.device)
     data = [[_padded(_pack(source), size) for source in sources]] if inputs else []
-    work = _work_handle(op([received], data, group, root, *args))
-    return outputs, _Work([work], partial(_receive, [x], [received])).boxed()
+    result = op([received], data, group, root, *args)
+    return outputs, _Work([result], partial(_receive, [x], [received])).boxed()
 
 
 @implements(*overloads("alltoall_", namespace=c10d))
@@ -299,8 +295,8 @@ def _all_to_all_list(
     sent, expected = _sizes(sources), _sizes(targets)
     data = torch.cat([_pack(x).view(-1) for x in sources])
     received = data.new_empty(sum(expected))
-    work = _work_handle(c10d.alltoall_base_.default(received, data, group, expected, sent, *args))
-    return outputs, _Work([work], partial(_receive, targets, received.split(expected))).boxed()
+    result = c10d.alltoall_base_.default(received, data, group, expected, sent, *args)
+    return outputs, _Work([result], partial(_receive, targets, received.split(expected))).boxed()
 
 
 @implements(*overloads("_allgather_base_", namespace=c10d))
@@ -316,8 +312,8 @@ def _all_gather_base(
     _agree(group, [_text(x)] * world, [_written(text, out) for text in expects])
     data = _pack(x)
     received = data.new_empty(out.shape[0], data.shape[1])
-    work = _work_handle(op(received, data, group, *args))
-    return output, _Work([work], partial(_receive, [out], [received])).boxed()
+    result = op(received, data, group, *args)
+    return output, _Work([result], partial(_receive, [out], [received])).boxed()
 
 
 @implements(*overloads("alltoall_base_", namespace=c10d))
@@ -331,8 +327,8 @@ def _all_to_all_base(
     _agree(group, sends, expects)
     data = _pack(x)
     received = data.new_empty(out.shape[0], data.shape[1])
-    work = _work_handle(op(received, data, group, out_splits, in_splits, *args))
-    return _Work([work], partial(_receive, [out], [received])).boxed()
+    result = op(received, data, group, out_splits, in_splits, *args)
+    return _Work([result], partial(_receive, [out], [received])).boxed()
 
 
 # Collectives that sum.
@@ -359,14 +355,14 @@ def _reduce_values(
         for x in tree_leaves(tensors)
         if isinstance(x, Float8Tensor)
     }
-    work = _work_handle(op(*tree_map_only(Float8Tensor, lambda x: values[id(x)], tensors), *args))
+    result = op(*tree_map_only(Float8Tensor, lambda x: values[id(x)], tensors), *args)
 
     def finish() -> None:
         for x in written:
             if isinstance(x, Float8Tensor):
                 x.requantize_(values[id(x)])
 
-    return _Work([work], finish).boxed()
+    return _Work([result], finish).boxed()
 
 
 @implements(*overloads("allreduce_", "allreduce_coalesced_", "reduce_", namespace=c10d))
@@ -420,7 +416,8 @@ def _run_each(
         columns = zip(*outputs, strict=True)
         pairs = (([list(outs)], [x]) for outs, x in zip(columns, inputs, strict=True))
     single = getattr(c10d, _SINGLE[name]).default
-    return _Work([_work_handle(single(out, x, group, *args)) for out, x in pairs]).boxed()
+    # Not a list: the next call of ``single`` would drop the Python half of a work not yet unboxed.
+    return _Work(single(out, x, group, *args) for out, x in pairs).boxed()
 
 
 # Point to point. Data and scales are sent in the order in which ``quantize`` stores them, so such a
@@ -443,7 +440,7 @@ def _send(
     op: OpOverload, tensors: Tensors, group: ScriptObject, target: int, tag: int
 ) -> ScriptObject:
     buffers = [t.contiguous() for x in tensors for t in _wire_buffers(x)]
-    return _Work([_work_handle(op([t], group, target, tag)) for t in buffers]).boxed()
+    return _Work([op([t], group, target, tag) for t in buffers]).boxed()
 
 
 def _buffer_like(x: Float8Tensor) -> Float8Tensor:
@@ -492,7 +489,7 @@ def _recv(
     op: OpOverload, tensors: Tensors, group: ScriptObject, source: int, tag: int
 ) -> ScriptObject:
     buffers, finish = _targets(tensors, group)
-    return _Work([_work_handle(op([t], group, source, tag)) for t in buffers], finish).boxed()
+    return _Work([op([t], group, source, tag) for t in buffers], finish).boxed()
 
 
 @implements(*overloads("recv_any_source_", namespace=c10d))
@@ -507,7 +504,7 @@ def _recv_any(op: OpOverload, tensors: Tensors, group: ScriptObject, tag: int) -
     message = dist.Work.unbox(op(buffers[:1], group, tag))
     message.wait()
     source, recv = message._source_rank(), c10d.recv_.default
-    work = _Work([_work_handle(recv([t], group, source, tag)) for t in buffers[1:]], finish)
+    work = _Work([recv([t], group, source, tag) for t in buffers[1:]], finish)
     work.source = source
     return work.boxed()
 
