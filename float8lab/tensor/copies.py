@@ -75,22 +75,13 @@ def _copy(op: OpOverload, x: Tensor, source: Tensor, non_blocking: bool = False)
     aten.bernoulli_.float,
     aten.fill_.Scalar,
     aten.fill_.Tensor,
+    aten.zero_.default,
 )
 def _overwrite(op: OpOverload, x: Tensor, *args: object, **kwargs: object) -> Tensor:
     args = tuple(decoded(a) if isinstance(a, Tensor) else a for a in args)
     if not isinstance(x, Float8Tensor):
         return op(x, *args, **kwargs)
     return x.requantize_(op(torch.zeros(x.shape, dtype=x.dtype, device=x.device), *args, **kwargs))
-
-
-@implements(aten.zero_.default)
-def _zero(op: OpOverload, x: Float8Tensor) -> Float8Tensor:
-    if x._window is not None:
-        return x.requantize_(torch.zeros(x.shape, dtype=x.dtype, device=x.device))
-    op(x.qdata)
-    x.scale.fill_(1.0)
-    op(x.amax)
-    return x
 
 
 @implements(aten.empty_like.default)
