@@ -27,15 +27,6 @@ def _round_stochastically(x, DROPPED: tl.constexpr, seed, place):
     return (bits + random) & -(1 << DROPPED)
 
 
-@triton.jit
-def _tile_indices(K, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
-    """Return the rows and columns of a program, and its block in a row."""
-    tiles_k = tl.cdiv(K, TILE_K)
-    tile_k = tl.program_id(0) % tiles_k
-    rows = (tl.program_id(0) // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-    return rows, tile_k * TILE_K + tl.arange(0, TILE_K), tile_k
-
-
 @launched
 def _quantize_moment_kernel(
     x_ptr,  # [M, K] fp32
@@ -46,7 +37,7 @@ def _quantize_moment_kernel(
     SQUARE: tl.constexpr, LIMIT: tl.constexpr, DROPPED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    rows, columns, tile_k = _tile_indices(K, TILE_M, TILE_K)
+    _, tile_k, rows, columns = _common.tile_indices(K, TILE_M, TILE_K)
     x = _common.load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk)
     if SQUARE:
         x = tl.sqrt_rn(x)
@@ -88,7 +79,7 @@ def _dequantize_moment_kernel(
     M, K,
     SQUARE: tl.constexpr, LIMIT: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    rows, columns, tile_k = _tile_indices(K, TILE_M, TILE_K)
+    _, tile_k, rows, columns = _common.tile_indices(K, TILE_M, TILE_K)
     q = _common.load_tile(data_ptr, rows, columns, M, K, K, 1).to(tl.int32)
     exponent = tl.load(scale_ptr + rows * tl.cdiv(K, TILE_K) + tile_k, mask=rows < M, other=0)
     bits = tl.where(exponent == 255, 0x7FC00000, exponent.to(tl.int32) << 23)
