@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from float8lab.formats import FLOAT32_MAX, Spec, scale_shape, scales_by_column
-from float8lab.ops import cast_many_op, factors_from_amax, round_to_fp8, value_of_op
+from float8lab.ops import as_matrix, cast_many_op, factors_from_amax, round_to_fp8, value_of_op
 from float8lab.ops.reference.blocks import expand_scale
 from float8lab.recipes.delayed import QuantParams
 from float8lab.tensor.operands import quantize
@@ -111,14 +111,14 @@ def quantize_blocks(
         return _by_matrix(x, spec, scale, amax_epsilon, known_amax)
     if block is None:
         return _by_arithmetic(x, spec, scale, amax_epsilon)
-    matrix, matrix_spec, params = _as_matrix(x), with_block(spec, block), None
+    matrix, matrix_spec, params = as_matrix(x), with_block(spec, block), None
     if scale is not None:
-        params = QuantParams.of_scale(_as_matrix(scale), spec)
+        params = QuantParams.of_scale(as_matrix(scale), spec)
         qdata = quantize(matrix, matrix_spec, None, params, align=1).rowwise.data
         amax, scale = scale * spec.largest(), scale.clone()
     else:
         if known_amax is not None:
-            params = QuantParams.of_amax(_as_matrix(known_amax), spec.scale_rule)
+            params = QuantParams.of_amax(as_matrix(known_amax), spec.scale_rule)
         cast = quantize(matrix, matrix_spec, None, params, amax_epsilon, align=1, keep_amaxes=True)
         (qdata, scale), amaxes = cast.rowwise, cast.requant
         # With a tensor scale, the cast returns the tensor's amax, not those of blocks.
@@ -130,13 +130,6 @@ def quantize_blocks(
 def with_block(spec: Spec, block: tuple[int, ...]) -> Spec:
     """Return a spec with another block."""
     return spec if spec.block == block else replace(spec, block=block)
-
-
-def _as_matrix(x: Tensor) -> Tensor:
-    """Return the [rows, last dimension] form of a tensor; it is a copy if it cannot be a view."""
-    if x.ndim == 2:
-        return x
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.ndim else x.reshape(1, 1)
 
 
 def _is_batch(x: Tensor, spec: Spec) -> bool:
@@ -215,7 +208,7 @@ def quantize_blocks_(
             if (block := _matrix_block(matrix_spec, x.ndim)) is None:
                 copies += zip(stored, _by_arithmetic(x, matrix_spec, None, 0.0), strict=True)
                 continue
-            matrices = [_as_matrix(tensor) for tensor in (x, *stored)]
+            matrices = [as_matrix(tensor) for tensor in (x, *stored)]
             kind = x.dtype, x.device, matrix_spec.fp8_dtype, block, matrix_spec.scale_rule
             groups[kind].append(matrices)
             pairs = zip(stored, matrices[1:], strict=True)

@@ -139,8 +139,7 @@ def norm(
     mean, rstd = empty_stats(x, scale, center)
     y = x.new_empty(x.shape, dtype=dtype) if write else None
     amax = x.new_zeros((1, 1), dtype=torch.float32) if want_amax else None
-    if x.ndim != 2:
-        x = as_matrix(x)
+    x = as_matrix(x)
     (M, K), scaled = x.shape, scale is not None
     scale, block = (x, (0, 0)) if scale is None else _common.broadcast_scale(scale, block)
     chunk = min(_common.next_power_of_2(K), _ROW_CHUNK)
@@ -214,8 +213,7 @@ def norm_backward(
     if not _has_kernel(x, dy.dtype) or x.shape[-1] > _ROW_CHUNK:
         return reference.norm_backward(dy, x, weight, mean, rstd, center, dtype, scale, block)
     dx = x.new_empty(x.shape, dtype=dtype)
-    if x.ndim != 2:
-        dy, x = as_matrix(dy), as_matrix(x)
+    dy, x = as_matrix(dy), as_matrix(x)
     (M, K), scaled = x.shape, scale is not None
     scale, block = (x, (0, 0)) if scale is None else _common.broadcast_scale(scale, block)
     tile = _common.next_power_of_2(K)

@@ -35,12 +35,14 @@ class CastResults(NamedTuple):
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """View ``[..., K]`` as ``[M, K]``, also where K is 0.
+    """View ``[..., K]`` as ``[M, K]``, also where K is 0, and a scalar as ``[1, 1]``.
 
     >>> as_matrix(torch.ones(2, 3, 0)).shape
     torch.Size([6, 0])
     """
-    K = x.shape[-1]
+    if x.ndim == 2:
+        return x
+    K = x.shape[-1] if x.ndim else 1
     return x.reshape(-1, K) if K else x.reshape(math.prod(x.shape[:-1]), K)
 
 
