@@ -95,6 +95,7 @@ class Float4Tensor(StoredTensor):
     tensor_scale: Tensor | None
     spec: Spec
     _fields = ("packed", "scale", "tensor_scale", "spec", "_readable")
+    _format = ("4 bits", "torch.save(model.state_dict(), path)")
 
     def __new__(
         cls, packed: Tensor, scale: Tensor, tensor_scale: Tensor | None, spec: Spec,
@@ -204,18 +205,6 @@ class Float4Tensor(StoredTensor):
             return out
         values = decode_codes(unpack(self.packed), self.spec.block, self.scale, self.tensor_scale)
         return values.to(self.dtype)
-
-    def data_ptr(self) -> int:
-        """Return the address of a dequantized copy that lives as long as this object; 0 if empty.
-
-        It is for code that reads a tensor's memory as ``dtype``, such as safetensors.
-        """
-        if type(self.packed) is not Tensor or self.packed.is_meta:
-            return super().data_ptr()
-        dispatch.announce_address(self.dtype, "4 bits", "torch.save(model.state_dict(), path)")
-        with torch.no_grad():
-            self._readable = self._decode().contiguous()
-        return self._readable.data_ptr()
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         scale = self.scale.view(torch.uint8)  # a dtype that every loader of pickles knows

@@ -13,7 +13,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from float8lab import arguments
 from float8lab.formats import DEQUANTIZED_DTYPES, E4M3, HIGH_PRECISION_DTYPES, Float8Spec
-from float8lab.tensor import dispatch, statistics
+from float8lab.tensor import statistics
 from float8lab.tensor.blocks import dequantize_blocks, quantize_blocks
 from float8lab.tensor.differentiation import Float8Function, GradientMap
 from float8lab.tensor.dispatch import ANY_VIEW, run_fallback, table
@@ -83,6 +83,7 @@ class Float8Tensor(StoredTensor):
     amax: Tensor  # type: ignore[assignment]  # hides the method; torch.amax(x) reduces
     spec: Float8Spec
     _fields = ("qdata", "scale", "amax", "spec", "_dtype", "_window", "_readable")
+    _format = ("FP8", "float8lab.integrations.export")
     _window: Window | None = None
     _high_precision_init_val: Tensor | None = None
     _shared_scales: Any = None
@@ -291,20 +292,6 @@ class Float8Tensor(StoredTensor):
             "DLPack shares memory, which must hold numbers of the tensor's dtype; got FP8 data "
             "with scales. Export .dequantize(), or .qdata and .scale."
         )
-
-    def data_ptr(self) -> int:
-        """Return the address of a dequantized copy that lives as long as this object; 0 if empty.
-
-        It is for code that reads a tensor's memory as ``dtype``, such as safetensors. Each call
-        updates the copy; writes to the copy are lost.
-        """
-        if not self._has_data():
-            return super().data_ptr()
-        dispatch.announce_address(self.dtype, "FP8", "float8lab.integrations.export")
-        with torch.no_grad():
-            if self._readable is None:
-                self._readable = torch.empty_like(self.qdata, dtype=self.dtype)
-            return self._readable.copy_(self._decode()).data_ptr()
 
     def __reduce_ex__(self, protocol: object) -> Any:
         # A view that shares blocks is saved without its base, so it gets its own blocks.

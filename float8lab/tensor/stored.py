@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from float8lab.arguments import has_data
+from float8lab.tensor.dispatch import announce_address
+
 __all__ = ["StoredTensor"]
 
 
@@ -17,6 +20,8 @@ class StoredTensor(Tensor):
 
     _fields: ClassVar[tuple[str, ...]]
     """The attributes that the class sets; other attributes belong to the object (a Parameter)."""
+    _format: ClassVar[tuple[str, str]]
+    """The name of the storage format, and the function that saves in this format."""
     _readable: Tensor | None = None
     """The dequantized copy whose address ``data_ptr`` returned."""
 
@@ -34,6 +39,20 @@ class StoredTensor(Tensor):
             record["nbytes"] = int
         record["data_ptr"] = id(self).__int__
         return storage
+
+    def data_ptr(self) -> int:
+        """Return the address of a dequantized copy that lives as long as this object; 0 if empty.
+
+        It is for code that reads a tensor's memory as ``dtype``, such as safetensors. Each call
+        updates the copy; writes to the copy are lost.
+        """
+        if not has_data(getattr(self, self._fields[0])):
+            return super().data_ptr()
+        announce_address(self.dtype, *self._format)
+        with torch.no_grad():
+            if self._readable is None:
+                self._readable = torch.empty_like(self, memory_format=torch.preserve_format)
+            return self._readable.copy_(self.dequantize()).data_ptr()
 
     def share_memory_(self) -> Self:
         """Move the inner tensors to shared memory."""

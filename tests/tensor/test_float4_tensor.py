@@ -1,6 +1,7 @@
 """Float4Tensor: exact values, exact gradients, half a byte per element."""
 
 import copy
+import ctypes
 import math
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from float8lab import Float4Tensor
+from float8lab import Float4Tensor, fallback
 from float8lab.formats import E8M0, MXFP4, NVFP4, Float4Spec
 from float8lab.tensor import float4_tensor
 from float8lab.tensor.float4_tensor import decode_codes, unpack
@@ -194,6 +195,17 @@ def test_copies_and_loaded_files_keep_the_values():
         assert not restored_layer.weight.requires_grad
         assert torch.equal(restored_layer.weight.dequantize(), values)
     assert repr(state["weight"]).startswith("Float4Tensor(fp4=e2m1 1x16 e4m3 fp32, shape=(32, 64)")
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_address_is_that_of_a_copy_which_later_calls_keep(transposed):
+    x = packed(4, 64).t() if transposed else packed(4, 64)
+    with fallback("silent"):
+        address = x.data_ptr()
+        assert x.data_ptr() == address
+    stored = (ctypes.c_float * x.numel()).from_address(address)
+    values = torch.as_strided(torch.tensor(stored), x.shape, x.stride())
+    assert torch.equal(values, x.dequantize())
 
 
 def test_inner_tensors_that_do_not_fit_raise():
