@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 from float8lab.formats import E4M3, E5M2
 from float8lab.nn.convert.walk import is_unseen
@@ -66,7 +66,8 @@ class GemmCounts:
         return "\n".join(lines)
 
 
-class count_gemms:
+@contextmanager
+def count_gemms() -> Iterator[GemmCounts]:
     """Count the GEMMs that run inside the ``with`` block, forward and backward.
 
     Every GEMM that reaches torch's dispatcher counts: linear layers, matmul, grouped GEMMs,
@@ -80,22 +81,17 @@ class count_gemms:
     >>> counts.fp8, counts.high_precision
     (2, 0)
     """
-
-    def __init__(self) -> None:
-        self._counts = GemmCounts()
-        self._names = _ModuleNames()
-        self._mode = _CountingMode(self._counts, self._names)
-
-    def __enter__(self) -> GemmCounts:
-        self._names.start()
-        self._mode.__enter__()
-        return self._counts
-
-    def __exit__(self, *exc: Any) -> None:
-        self._mode.__exit__(*exc)
-        self._names.stop()
-        modules = [item for model in self._names.called for item in model.named_modules()]
-        self._counts.unseen = [name for name, module in modules if is_unseen(module)]
+    counts, names, hooks = GemmCounts(), _ModuleNames(), nn.modules.module
+    try:
+        with (
+            hooks.register_module_forward_pre_hook(names.enter),
+            hooks.register_module_forward_hook(names.leave, always_call=True),
+            _CountingMode(counts, names),
+        ):
+            yield counts
+    finally:
+        modules = [item for model in names.called for item in model.named_modules()]
+        counts.unseen = [name for name, module in modules if is_unseen(module)]
 
 
 class _ModuleNames:
@@ -108,22 +104,10 @@ class _ModuleNames:
     def __init__(self) -> None:
         self._stack: list[tuple[nn.Module, str]] = []
         self._by_sequence: dict[int, str] = {}
-        self._handles: list[RemovableHandle] = []
         self.called: dict[nn.Module, None] = {}  # modules that no other module has called
 
-    def start(self) -> None:
-        hooks = nn.modules.module
-        self._handles = [
-            hooks.register_module_forward_pre_hook(self._enter),
-            hooks.register_module_forward_hook(self._leave, always_call=True),
-        ]
-
-    def stop(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._stack.clear()
-
-    def _enter(self, module: nn.Module, args: object) -> None:
+    def enter(self, module: nn.Module, args: object) -> None:
+        """Note that a module begins its forward; a hook of all modules."""
         name = ""
         if self._stack:
             parent, parent_name = self._stack[-1]
@@ -133,7 +117,8 @@ class _ModuleNames:
             self.called[module] = None
         self._stack.append((module, name))
 
-    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+    def leave(self, module: nn.Module, args: object, output: object) -> None:
+        """Note that a module has ended its forward; a hook of all modules."""
         if self._stack and self._stack[-1][0] is module:
             self._stack.pop()
 
