@@ -42,6 +42,7 @@ from float8lab.nn import (
     to_high_precision,
 )
 from float8lab.ops import compute_intensive_ops
+from float8lab.ops.declare import announce as _announce
 from float8lab.recipes import autocast, fp8_autocast, fp8_model_init, quantized_model_init
 from float8lab.tensor import (
     Float4Tensor,
@@ -74,6 +75,8 @@ __all__ = [
     "onnx_export", "optim", "parallel_cross_entropy", "quantize", "quantized_model_init",
     "recipes", "router", "selfcheck", "to_high_precision",
 ]  # fmt: skip
+
+_announce()  # after all ops are declared, some of them outside float8lab.ops
 
 _LAZY = {"selfcheck": "float8lab.inspect.selfcheck"}
 """Names that few programs use, each with the module that its first use loads."""

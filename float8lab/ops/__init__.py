@@ -16,7 +16,7 @@ from float8lab.ops.attention import (
     merge_attention_,
 )
 from float8lab.ops.cast import Prologue, amax_op, cast_many_op, cast_op, transpose_op, value_of_op
-from float8lab.ops.declare import announce, compute_intensive_ops
+from float8lab.ops.declare import compute_intensive_ops
 from float8lab.ops.gemm import scaled_mm_into, scaled_mm_op
 from float8lab.ops.grouped import Groups, Offsets, plan_groups_op
 from float8lab.ops.paged_attention import has_paged_attention, paged_attention, write_pages_
@@ -53,5 +53,3 @@ __all__ = [
     "scatter_rows_op", "transpose_op", "unpack_tokens", "update_scales_op", "value_of_op",
     "write_pages_",
 ]  # fmt: skip
-
-announce()

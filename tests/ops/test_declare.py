@@ -272,3 +272,16 @@ def test_torch_autocast_does_not_reach_an_implementation(device):
     finally:
         torch.set_autocast_enabled(device, False)
     assert enabled_inside == [False] * 3
+
+
+def test_modules_imported_before_float8lab_know_all_ops():
+    """Some ops are declared outside ``float8lab.ops``."""
+    code = (
+        "import torch.distributed.tensor, torch.utils.flop_counter\n"
+        "import torch._inductor.lowering as lowering\n"
+        "import float8lab\n"
+        "from float8lab.ops.declare import OPS\n"
+        "assert not [op for op in OPS.declared if op not in lowering.lowerings]\n"
+        "assert 'float8lab.cast.delayed' in map(str, OPS.declared)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
