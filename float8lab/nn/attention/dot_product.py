@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import checkpoint
 
 from float8lab import ops
 from float8lab.arguments import (
@@ -32,6 +31,7 @@ from float8lab.distributed.context_parallel import (
     ContextParallel,
     CPAttentionLoadBalancingStrategy,
 )
+from float8lab.distributed.recompute import checkpoint
 from float8lab.nn import parallel
 from float8lab.nn.attention import arguments, layout, masks
 from float8lab.nn.attention.backends import (
@@ -54,7 +54,6 @@ from float8lab.nn.attention.fp8 import AttentionPrecision, fp8_attention, why_no
 from float8lab.nn.attention.inference import InferenceParams
 from float8lab.nn.attention.ring import ring_attention, takes_ring
 from float8lab.nn.parameters import GetRngStateTracker, default_device, materialize
-from float8lab.recipes.region import in_backward
 from float8lab.tensor.differentiation import is_exporting
 
 __all__ = ["SOFTMAX_TYPES", "DotProductAttention", "check_groups"]
@@ -350,7 +349,10 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         if request.attend is not None:
             out, largest = request.attend(q), None
         elif checkpoint_core_attention and torch.is_grad_enabled():
-            out, largest = checkpoint(self._repeatable(problem), q, k, v, use_reentrant=False)
+            core, tracker = partial(self._core, problem=problem), self._tracker(problem.dropout)
+            out, largest = checkpoint(
+                core, q, k, v, get_rng_state_tracker=tracker, use_reentrant=False
+            )
         else:
             out, largest = self._core(q, k, v, problem)
         out = out if request.repack is None else request.repack(out)
@@ -420,7 +422,8 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
                 f"precision, where a call is not for the FP8 kernel: {why}. A recipe with "
                 "fp8_dpa=False is silent.",
             )
-        with self._dropout_context(problem.dropout):
+        tracker = self._tracker(problem.dropout)
+        with contextlib.nullcontext() if tracker is None else tracker().fork():
             if call is None and why is None:
                 self._fp8.calibrate(q, k, v)
             if problem.context is not None and problem.context.share_tokens.size > 1:
@@ -453,30 +456,9 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
             text += " explain() says what a call gets (said once per module)."
             warnings.warn(text, stacklevel=3)
 
-    def _dropout_context(self, dropout: float) -> Any:
-        if not dropout or self.sequence_parallel or self.get_rng_state_tracker is None:
-            return contextlib.nullcontext()
-        return self.get_rng_state_tracker().fork()
-
-    def _repeatable(self, problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Attended]:
-        """Return ``_core`` as a function that drops the same probabilities when recomputed."""
-        tracked = problem.dropout and not self.sequence_parallel and self.get_rng_state_tracker
-        if not tracked:
-            return lambda q, k, v: self._core(q, k, v, problem)
-        states = {n: s.clone() for n, s in tracked().get_states().items()}
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Attended:
-            if not in_backward():
-                return self._core(q, k, v, problem)
-            tracker = tracked()
-            current = tracker.get_states()
-            tracker.set_states(states)
-            try:
-                return self._core(q, k, v, problem)
-            finally:
-                tracker.set_states(current)
-
-        return run
+    def _tracker(self, dropout: float) -> Any:
+        """Return the function that returns the tracker of a call's dropout, or None."""
+        return self.get_rng_state_tracker if dropout and not self.sequence_parallel else None
 
     def _resolve(
         self, qkv: tuple[Tensor, Tensor, Tensor], given: arguments.Given, softcap: float,
