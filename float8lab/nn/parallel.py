@@ -162,21 +162,24 @@ class ParameterShard(NamedTuple):
         dim = self.dim % len(shape)
         return tuple(n * self.ranks if i == dim else n for i, n in enumerate(shape))
 
-    def shard(self, unsharded: Tensor) -> Tensor:
-        """Return this rank's shard of the unsharded parameter."""
+    def shard(self, unsharded: Tensor, name: str = "") -> Tensor:
+        """Return this rank's shard of the unsharded parameter, which errors call ``name``."""
         shards = [
             ShardMap.of(piece.shape[self.dim], self.ranks, self.rank).shard(piece, self.dim)
             for piece in unsharded.split(self.sizes(unsharded.shape[self.dim]), self.dim)
         ]
-        return shards[0] if len(shards) == 1 else torch.cat(shards, self.dim)
+        shard = shards[0] if len(shards) == 1 else torch.cat(shards, self.dim)
+        return _restore_blocks(unsharded, shard, name, self.dim)
 
-    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+    def unshard(self, shards: Sequence[Tensor], name: str = "") -> Tensor:
         """Return the unsharded parameter, given the shards of all ranks in order."""
         sizes = self.sizes(shards[0].shape[self.dim])
         if len(sizes) == 1:
-            return torch.cat(list(shards), self.dim)
-        pieces = zip(*(shard.split(sizes, self.dim) for shard in shards), strict=True)
-        return torch.cat([torch.cat(piece, self.dim) for piece in pieces], self.dim)
+            unsharded = torch.cat(list(shards), self.dim)
+        else:
+            pieces = zip(*(shard.split(sizes, self.dim) for shard in shards), strict=True)
+            unsharded = torch.cat([torch.cat(piece, self.dim) for piece in pieces], self.dim)
+        return _restore_blocks(shards[0], unsharded, name, self.dim)
 
     def sizes(self, size: int) -> list[int]:
         """Return the sizes of the pieces in a dimension of ``size``."""
@@ -456,9 +459,9 @@ def _check_state_dicts(
 def _shard_of_rank(name: str, shard: ParameterShard, shards: list[Tensor]) -> Tensor:
     """Return a rank's shard of a parameter, given the ``shards`` that another group's ranks had."""
     if len(shards) > 1:
-        shards = [_unshard(name, shard._replace(ranks=len(shards)), shards)]
+        shards = [shard._replace(ranks=len(shards)).unshard(shards, name)]
     unsharded = shards[0]
-    return unsharded if shard.ranks == 1 else _take_shard(name, shard, unsharded)
+    return unsharded if shard.ranks == 1 else shard.shard(unsharded, name)
 
 
 def _shard_of_dtensor(name: str, x: Any) -> ParameterShard | None:
@@ -484,14 +487,14 @@ def _unshard_dtensors(name: str, shards: Sequence[Tensor]) -> Tensor:
             f"state_dict must be those of all {shard.ranks} ranks in a list; got {len(shards)} "
             f"with a part of {name}. Load the files of all ranks."
         )
-    return _unshard(name, shard, [local_of(local) for local in shards])
+    return shard.unshard([local_of(local) for local in shards], name)
 
 
 def _as_dtensor(name: str, local: DTensor, unsharded: Tensor) -> DTensor:
     """Return this rank's shard of a tensor, as a DTensor like ``local``."""
     if (shard := _shard_of_dtensor(name, local)) is not None:
         shard = shard._replace(rank=local.device_mesh.get_local_rank())
-        unsharded = _take_shard(name, shard, unsharded)
+        unsharded = shard.shard(unsharded, name)
     return cast("DTensor", with_local(local, unsharded.to(local.device)))
 
 
@@ -543,7 +546,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
                 f"{type(local).__name__}. Save it by torch.distributed.checkpoint."
             )
         module = cast("Any", model.get_submodule(name.rpartition(".")[0]))
-        state[name] = _unshard(name, shard, tensors_of_ranks(local, module.tp_group))
+        state[name] = shard.unshard(tensors_of_ranks(local, module.tp_group), name)
     return {name: _full(name, x) if is_dtensor(x) else x for name, x in state.items()}
 
 
@@ -554,21 +557,11 @@ def _full(name: str, x: DTensor) -> Tensor:
     if (shard := _shard_of_dtensor(name, x)) is None:
         return local_of(x)
     shards = all_objects(local_of(x).detach().cpu(), x.device_mesh.get_group())
-    return _unshard(name, shard, shards).to(x.device)
+    return shard.unshard(shards, name).to(x.device)
 
 
 # Tensors that are stored in FP8 are split and joined like any tensor. Where an edge goes through a
 # block, this gives smaller blocks, which are merged to a block if they have the same scale.
-
-
-def _take_shard(name: str, shard: ParameterShard, unsharded: Tensor) -> Tensor:
-    """Return a rank's shard of a tensor."""
-    return _restore_blocks(unsharded, shard.shard(unsharded), name, shard.dim)
-
-
-def _unshard(name: str, shard: ParameterShard, shards: Sequence[Tensor]) -> Tensor:
-    """Return the unsharded tensor, given the shards of all ranks."""
-    return _restore_blocks(shards[0], shard.unshard(shards), name, shard.dim)
 
 
 def _restore_blocks(source: Tensor, x: Tensor, name: str, dim: int) -> Tensor:
