@@ -351,12 +351,17 @@ class NormGemmModule(GemmModule):
         return normalize(x, *norm, self._norm, output_dtype(x))
 
     def _outputs(
-        self, y: Tensor, bias: Tensor | None, normed: Tensor | None
+        self, y: Tensor, bias: Tensor | None, normed: Tensor | None, tokens: ShardMap | None
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """Return the output, or a tuple of all outputs that were asked for."""
-        biases = (self._returned(bias),) if self.return_bias else ()
-        outputs = (y, *biases, *(() if normed is None else (normed,)))
-        return outputs if len(outputs) > 1 else y
+        """Return the output, or a tuple of all outputs that were asked for.
+        ``normed`` is the norm's output for ``tokens``, which are gathered if they are shared."""
+        outputs: list[Tensor | None] = [y, self._returned(bias)] if self.return_bias else [y]
+        if self.return_layernorm_output:
+            if self.return_layernorm_output_gathered and tokens is not None:
+                parallel = getattr(self, self.gemms[0].state).parallel
+                normed = parallel.gather_tokens(normed, tokens)
+            outputs.append(normed)
+        return tuple(outputs) if len(outputs) > 1 else y
 
 
 def linear_in_high_precision(

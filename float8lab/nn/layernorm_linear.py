@@ -138,10 +138,5 @@ class LayerNormLinear(NormGemmModule):
             self._fp8.end(call)
         if by_features:
             parallel.remember_tokens(y, tokens)
-        if not self.return_layernorm_output:
-            normed = None
-        elif self.return_layernorm_output_gathered and by_features:
-            normed = gathered
-        elif self.return_layernorm_output_gathered and tokens is not None:
-            normed = parallel.gather_tokens(normed, tokens)
-        return self._outputs(y, bias, normed)
+            normed = gathered if self.return_layernorm_output_gathered else normed
+        return self._outputs(y, bias, normed, None if by_features else tokens)

@@ -184,12 +184,7 @@ class LayerNormMLP(NormGemmModule):
             )
         if parallel is not None:
             parallel.remember_tokens(y, tokens)
-        if not self.return_layernorm_output:
-            normed = None
-        elif normed is not None and parallel is not None and tokens is not None:
-            gathered = self.return_layernorm_output_gathered
-            normed = parallel.gather_tokens(normed, tokens) if gathered else normed
-        return self._outputs(y, self.fc2_bias, normed)
+        return self._outputs(y, self.fc2_bias, normed, tokens)
 
     def _forward_in_high_precision(
         self, x: Tensor, weights: tuple[Tensor, Tensor], bias: Tensor | None,
