@@ -5,7 +5,6 @@ They set ``region.STATE``, the settings of a thread, on entry and restore it on 
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.utils._contextlib import context_decorator
 
 from float8lab.arguments import check_flags, check_group
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
@@ -115,12 +115,8 @@ class autocast:
             _warn_about_idle_region(sys._getframe(1))
 
     def __call__(self, function: _F) -> _F:
-        @functools.wraps(function)
-        def wrapper(*args: object, **kwargs: object) -> object:
-            with autocast(self._enabled, self._calibrating, self._recipe, self._group):
-                return function(*args, **kwargs)
-
-        return wrapper  # type: ignore[return-value]  # same signature as function
+        settings = self._enabled, self._calibrating, self._recipe, self._group
+        return context_decorator(lambda: autocast(*settings), function)
 
 
 class fp8_autocast(autocast):
@@ -205,12 +201,8 @@ class quantized_model_init:
         STATE.init = self._outer.pop()
 
     def __call__(self, function: _F) -> _F:
-        @functools.wraps(function)
-        def wrapper(*args: object, **kwargs: object) -> object:
-            with quantized_model_init(self._enabled, self._recipe, self._preserve):
-                return function(*args, **kwargs)
-
-        return wrapper  # type: ignore[return-value]  # same signature as function
+        settings = self._enabled, self._recipe, self._preserve
+        return context_decorator(lambda: quantized_model_init(*settings), function)
 
 
 class fp8_model_init(quantized_model_init):
