@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
 __all__ = [
-    "DispatchHandle", "check_held_experts", "held_experts", "local_experts", "moe_combine",
-    "moe_dispatch", "shares_experts",
+    "DispatchHandle", "held_experts", "local_experts", "moe_combine", "moe_dispatch",
+    "shares_experts",
 ]  # fmt: skip
 
 
@@ -65,16 +65,6 @@ def held_experts(parameter: Tensor | None) -> range | None:
     experts, mesh = parameter.shape[0], parameter.device_mesh
     shards = ShardMap.of(experts, mesh.size(), mesh.get_local_rank())
     return range(shards.start, shards.start + shards.length)
-
-
-def check_held_experts(local: int, experts: int, held: range | None) -> None:
-    """Raise unless a layer under delayed scaling has the weights of the experts it is for."""
-    if local != (experts if held is None else len(held)):
-        raise NotImplementedError(
-            f"weights must be those of all {experts} experts under DelayedScaling, or DTensors "
-            f"with Shard(0); got plain ones of {local}, and nothing says which slots are theirs. "
-            "Place them so, or choose another recipe."
-        )
 
 
 @dataclass(frozen=True)

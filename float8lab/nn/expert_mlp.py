@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from float8lab import arguments
-from float8lab.distributed.expert_parallel import check_held_experts, held_experts, local_experts
+from float8lab.distributed.expert_parallel import held_experts, local_experts
 from float8lab.nn.activation_function import activate, check_activation
 from float8lab.nn.casts import plain
 from float8lab.nn.fused_function import ExpertFront, ExpertMlpFunction, Layer, MlpCall
@@ -94,8 +94,13 @@ class ExpertsBase(MovedInPlace):
             weights = None if fused is None else (fused,)
             options = CallOptions(first_microbatch, weights, experts=held)
         call = precision.begin(x, weight, training=self.training, options=options)
-        if call is not None and call.scales.are_given:
-            check_held_experts(weight.shape[0], precision.experts, held)
+        count, expected = weight.shape[0], precision.experts if held is None else len(held)
+        if call is not None and call.scales.are_given and count != expected:
+            raise NotImplementedError(
+                f"weights must be those of all {precision.experts} experts under DelayedScaling, "
+                f"or DTensors with Shard(0); got plain ones of {count}, and nothing says which "
+                "slots are theirs. Place them so, or choose another recipe."
+            )
         return call
 
     def _apply_experts(
