@@ -188,7 +188,7 @@ class _Run:
         STATE.autocast = replace(self.autocast, backward=outer[0].backward)
         CHECKPOINTS.recordings, CHECKPOINTS.replay = (), recording
         if tracker is not None:
-            tracker.set_states(self.rng_states)
+            tracker.set_states(dict(self.rng_states))  # Megatron's tracker keeps the dict itself
         try:
             return self.function(*args, **kwargs)
         finally:

@@ -539,6 +539,48 @@ def test_random_streams_repeat_in_recomputation(use_reentrant):
     assert torch.equal(*states)
 
 
+class MegatronTracker(float8lab.CudaRNGStatesTracker):
+    """A tracker that, like Megatron's, keeps the dict of ``set_states`` and writes into it."""
+
+    def __init__(self):
+        super().__init__("cpu")
+        self.add("model-parallel-rng", 5)
+        self.states = super().get_states()
+
+    def get_states(self):
+        return dict(self.states)
+
+    def set_states(self, states):
+        self.states = states
+
+    @contextlib.contextmanager
+    def fork(self, name="model-parallel-rng"):
+        super().set_states(self.states)
+        try:
+            with super().fork(name):
+                yield
+        finally:
+            self.states |= super().get_states()
+
+
+@each_mode
+def test_every_backward_through_a_retained_graph_repeats_a_trackers_numbers(use_reentrant):
+    tracker = MegatronTracker()
+
+    def dropout(x):
+        with tracker.fork():
+            return F.dropout(x, 0.5)
+
+    x = torch.ones(64, requires_grad=True)
+    y = float8lab.checkpoint(
+        dropout, x, get_rng_state_tracker=lambda: tracker, use_reentrant=use_reentrant
+    )
+    for _ in range(3):
+        x.grad = None
+        y.sum().backward(retain_graph=True)
+        assert torch.equal(x.grad, y)
+
+
 def test_distribute_saved_activations_runs_on_one_rank():
     x = leaf(4, 32)
     float8lab.checkpoint(FeedForward(), x, distribute_saved_activations=True).sum().backward()
