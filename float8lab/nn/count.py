@@ -59,8 +59,8 @@ class GemmCounts:
         in_fp8, wide = self.fp8_by_module, self.high_precision_by_module
         names = dict.fromkeys([*in_fp8, *wide])
         rows = [(n or "(outside any module)", str(in_fp8[n]), str(wide[n])) for n in names]
-        total = "total", str(self.fp8), str(self.high_precision)
-        lines = aligned([("module", "FP8", "high precision"), *rows, total])
+        rows.append(("total", str(self.fp8), str(self.high_precision)))
+        lines = aligned([("module", "FP8", "high precision"), *rows])
         lines += [f"{n}: not called; its parent multiplies by its weight" for n in self.unseen]
         return "\n".join(lines)
 
