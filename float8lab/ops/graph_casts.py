@@ -7,28 +7,36 @@ saves tensors from which it recomputes the input, if backward needs these tensor
 
 It never recomputes an input that is taken by an op that it cannot fuse. So a copy, which it can
 fuse, is inserted between the input and the cast; Inductor removes it once the graph is split.
+
+Small weights of one shape are cast as a batch, since separate launches would take the CPU longer.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node, map_arg
 
 from float8lab.ops.declare import OPS, overload_named, tell_when_imported
+from float8lab.ops.reference import ALIGN
 
 if TYPE_CHECKING:
     from torch._inductor.pattern_matcher import Match
+    from torch.fx.node import Argument
 
 __all__: list[str] = []
 
 _Q, _SCALE, _AMAX, _Q_T, _SCALE_T = range(5)
 _FACTORS_BY_SLOTS, _Q_T_BY_SLOTS = 1, 2
 """Indices of the results of a cast, and of the results of a cast by slots."""
+
+_SMALL = 2**20
+"""The most elements of a weight that is cast in a batch."""
 
 
 def _arguments(cast: Node) -> dict[str, Any]:
@@ -37,28 +45,33 @@ def _arguments(cast: Node) -> dict[str, Any]:
     return {**defaults, **dict(zip(defaults, cast.args, strict=False)), **cast.kwargs}
 
 
-def _is_columnwise(match: Match) -> bool:
+def _is_columnwise(cast: Node) -> bool:
     """Whether a cast makes only the columnwise operand of a matrix."""
-    arguments = _arguments(match.output_node())
+    arguments = _arguments(cast)
     excluded = (arguments[name] for name in ("rowwise", "prologue", "dbias", "offs"))
     return arguments["columnwise"] and not any(excluded)
 
 
 def _copy_input(match: Match, *_: object, **__: object) -> None:
-    """Give a cast a copy of its input."""
+    """Give a columnwise cast a copy of its input."""
     cast = match.output_node()
-    (x,) = _arguments(cast)["inputs"]
-    if x.op != "placeholder" and x.target is not torch.ops.aten.clone.default:
+    x = _arguments(cast)["inputs"][0]
+    if (
+        _is_columnwise(cast)
+        and x.op != "placeholder"
+        and x.target is not torch.ops.aten.clone.default
+    ):
         copy = cast.graph.call_function(torch.ops.aten.clone.default, (x,))
         copy.meta = {**x.meta, "val": x.meta["val"].clone()}
         cast.args = (cast.args[0], [copy], *cast.args[2:])
 
 
-def _merge(match: Match, *_: object, **__: object) -> None:
+def _merge_orientations(match: Match, *_: object, **__: object) -> None:
     """Make the cast of a matrix's rowwise operand return the columnwise operand, too."""
     columnwise_cast = match.output_node()
-    (x,) = _arguments(columnwise_cast)["inputs"]
-    for cast in x.users:
+    if not _is_columnwise(columnwise_cast):
+        return
+    for cast in _arguments(columnwise_cast)["inputs"][0].users:
         if cast < columnwise_cast and _is_rowwise_of(cast, columnwise_cast):
             pair = _with_columnwise(cast, columnwise_cast)
             index = _Q_T if pair.target is columnwise_cast.target else _Q_T_BY_SLOTS
@@ -92,15 +105,16 @@ def _with_columnwise(cast: Node, columnwise_cast: Node) -> Node:
     """Insert a cast in place of ``cast`` that returns the columnwise operand, too."""
     arguments = {**_arguments(cast), "columnwise": True}
     with cast.graph.inserting_before(cast):
-        pair = cast.graph.create_node("call_function", cast.target, tuple(arguments.values()))
-    values, columnwise_values = [*cast.meta["val"]], columnwise_cast.meta["val"]
-    if pair.target is columnwise_cast.target:
-        # A cast in both orientations returns an empty amax, like an operand not asked for.
-        values[_AMAX : _SCALE_T + 1] = [columnwise_values[i] for i in (_Q, _Q_T, _SCALE_T)]
-    else:
-        values[_Q_T_BY_SLOTS] = columnwise_values[_Q_T]
-    pair.meta = {**cast.meta, "val": tuple(values)}
+        pair = _insert(cast.graph, cast.target, *arguments.values())
+    pair.meta = {**cast.meta, **pair.meta}
     return pair
+
+
+def _insert(graph: Graph, function: Any, *args: Argument) -> Node:
+    """Insert a call of an op or function at the graph's place of insertion."""
+    node = graph.call_function(function, args)
+    node.meta["val"] = function(*map_arg(args, lambda arg: arg.meta["val"]))
+    return node
 
 
 def _replace(cast: Node, pair: Node, indices: dict[object, int]) -> None:
@@ -110,23 +124,88 @@ def _replace(cast: Node, pair: Node, indices: dict[object, int]) -> None:
         if result.users:
             index = indices.get(result.args[1], result.args[1])
             with graph.inserting_after(pair):
-                new_result = graph.call_function(operator.getitem, (pair, index))
-            new_result.meta = result.meta
+                new_result = _insert(graph, operator.getitem, pair, index)
             result.replace_all_uses_with(new_result)
         graph.erase_node(result)
     graph.erase_node(cast)
 
 
-def _at_casts(handler: Callable[..., None]) -> Callable[[ModuleType], None]:
-    """Return a function that makes a module's passes call ``handler`` for each columnwise cast."""
+def _merge_small_weights(match: Match, *_: object, **__: object) -> None:
+    """Cast all small weights that are like this one by one op, before all other ops."""
+    first = match.output_node()
+    graph, kind = first.graph, _kind_of_batch(first)
+    casts = graph.find_nodes(op="call_function", target=first.target) if kind else []
+    casts = [cast for cast in casts if _kind_of_batch(cast) == kind]
+    if len(casts) < 2:
+        return
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        results = _cast_batch(casts, partial(_insert, graph))
+        for number, cast in enumerate(casts):
+            for result in [*cast.users]:
+                value, batch = result.meta["val"], results[result.args[1]]
+                place = value.shape, value.stride(), number * batch.meta["val"].stride(0)
+                view = _insert(graph, torch.ops.aten.as_strided.default, batch, *place)
+                result.replace_all_uses_with(view)
+                graph.erase_node(result)
+            graph.erase_node(cast)
+
+
+def _kind_of_batch(cast: Node) -> dict[str, object] | None:
+    """Return what the casts of a batch have in common; None for a cast that joins no batch."""
+    arguments = _arguments(cast)
+    x, given, block = arguments["inputs"][0], arguments["given"], tuple(arguments["block"])
+    excluded = any(arguments[name] for name in ("prologue", "dbias", "offs"))
+    if excluded or not _is_small_parameter(x) or (given is not None and given.op != x.op):
+        return None
+    returns_amax = any(result.args[1] == _AMAX and result.users for result in cast.users)
+    if block not in ((-1, -1), (1, -1), (128, 128)) or (returns_amax and block != (-1, -1)):
+        return None
+    place = x.meta["val"].shape, x.meta["val"].device
+    return {**arguments, "inputs": place, "given": given is not None, "block": block}
+
+
+def _is_small_parameter(x: Node) -> bool:
+    """Whether a node is an input of forward: a matrix of few elements that needs no padding."""
+    # Other inputs of a backward graph are saved tensors. All their casts together would add to the
+    # peak of memory, which is where backward begins.
+    if x.op != "placeholder" or not x.name.startswith(("primals", "arg")):
+        return False
+    shape = x.meta["val"].shape
+    if len(shape) != 2 or any(type(size) is not int or size % ALIGN for size in shape):
+        return False
+    return 0 < shape.numel() <= _SMALL
+
+
+def _cast_batch(casts: Sequence[Node], insert: Callable[..., Node]) -> list[Node]:
+    """Insert a cast of all matrices as ``[E, N, K]``, and return its results, each ``[E, ...]``."""
+    aten, E = torch.ops.aten, len(casts)
+
+    def stacked(matrices: list[Node]) -> Node:
+        rows = insert(aten.cat.default, matrices)
+        return insert(aten.view.default, rows, (E, *matrices[0].meta["val"].shape))
+
+    options = _arguments(casts[0])
+    options["inputs"] = [stacked([_arguments(cast)["inputs"][0] for cast in casts])]
+    if options["given"] is not None:
+        options["given"] = stacked([_arguments(cast)["given"] for cast in casts])
+    batch = insert(overload_named("cast.pure"), *options.values())
+    results = [insert(operator.getitem, batch, index) for index in range(_SCALE_T + 1)]
+    for index in (_SCALE, _SCALE_T):  # a GEMM copies scales that are not aligned to 16 bytes
+        floats = results[index].meta["val"].numel() // E
+        flat = insert(aten.view.default, results[index], (E, floats))
+        results[index] = insert(aten.constant_pad_nd.default, flat, (0, -floats % 4))
+    return results
+
+
+def _at_casts(*handlers: Callable[..., None]) -> Callable[[ModuleType], None]:
+    """Return a function that makes a module's passes call ``handlers`` for each cast."""
 
     def register(module: ModuleType) -> None:
         try:
             matcher = torch._inductor.pattern_matcher
             pattern = matcher.CallFunctionVarArgs(overload_named("cast.pure"))
-            matcher.register_graph_pattern(
-                pattern, extra_check=_is_columnwise, pass_dict=module.pass_patterns[0]
-            )(handler)
+            for handler in handlers:
+                matcher.register_graph_pattern(pattern, pass_dict=module.pass_patterns[0])(handler)
         except (AttributeError, TypeError):  # these names are private
             return
 
@@ -134,4 +213,6 @@ def _at_casts(handler: Callable[..., None]) -> Callable[[ModuleType], None]:
 
 
 tell_when_imported("torch._inductor.fx_passes.joint_graph", _at_casts(_copy_input))
-tell_when_imported("torch._inductor.fx_passes.post_grad", _at_casts(_merge))
+tell_when_imported(
+    "torch._inductor.fx_passes.post_grad", _at_casts(_merge_orientations, _merge_small_weights)
+)

@@ -79,7 +79,9 @@ def orientations(node):
         return None
     defaults = OPS.declared[node.target].arguments
     arguments = {**defaults, **dict(zip(defaults, node.args, strict=False))}
-    return arguments["rowwise"], arguments["columnwise"]
+    orientations = arguments["rowwise"], arguments["columnwise"]
+    is_batch = node.args[1][0].meta["val"].ndim == 3
+    return (*orientations, len(node.args[1][0].meta["val"])) if is_batch else orientations
 
 
 def fp8_sizes(saved):
@@ -102,8 +104,9 @@ def data(device="cpu"):
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block", "mx"])
-def test_save_recompute_casts_inputs_in_backward_from_tensors_saved_anyway(name):
+def test_save_recompute_casts_inputs_in_backward_from_tensors_saved_anyway(name, monkeypatch):
     """Nothing is saved: neither the FP8 data of the inputs nor other tensors in their place."""
+    monkeypatch.setattr(graph_casts, "_SMALL", 0)
     model, x = data()
     runs = {
         save: run_in_graphs(copy.deepcopy(model), replace(RECIPES[name], save=save), x)
@@ -151,6 +154,28 @@ def test_code_of_inductor_saves_no_fp8_data_under_save_recompute(name, device):
     assert fp8_sizes(runs["recompute"][1]) == []
     assert fp8_sizes(runs["fp8"][1])
     assert_gradients_agree(runs["recompute"][0], runs["fp8"][0])
+
+
+@pytest.mark.parametrize("name", ["current", "rowwise", "block", "mx", "delayed"])
+def test_small_weights_of_the_same_shape_are_cast_as_a_batch(name, monkeypatch, device):
+    """The batch has the bytes of separate casts; casts that it cannot do stay as they are."""
+    model, x = data(device)
+    runs = []
+    for most in (0, K * N - 1, K * N):
+        monkeypatch.setattr(graph_casts, "_SMALL", most)
+        runs.append(run_in_graphs(copy.deepcopy(model), RECIPES[name], x))
+    (expected, saved, separate), (*_, unchanged), (results, saved_with_batch, graphs) = runs
+    assert unchanged == separate
+    assert all(torch.equal(results[key], expected[key]) for key in expected)
+    assert fp8_sizes(saved_with_batch) == fp8_sizes(saved)
+    in_forward = name in ("current", "rowwise", "block")
+    in_backward = in_forward or name == "delayed"  # whose factors are known there
+    steps = zip(
+        graphs, separate, ((True, False), (False, True)), (in_forward, in_backward), strict=True
+    )
+    for casts, alone, orientation, as_batch in steps:
+        assert casts.count((*orientation, 2)) == as_batch, "gate and up"
+        assert casts.count(orientation) == alone.count(orientation) - 2 * as_batch
 
 
 def test_an_inductor_with_other_names_leaves_the_casts_of_graphs_unchanged():
