@@ -28,7 +28,6 @@ SPECIAL = [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-7, 6e4, -6e4, 2.0**-1
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the op may cast a tile in both orientations at once."""
     if not request.param:
-        monkeypatch.setattr(launcher, "takes_tiles", lambda *_: False)
         monkeypatch.setattr(launcher, "has_tiles", lambda *_: False)
     return bool(request.param)
 
@@ -88,19 +87,15 @@ def test_strided_rows_equal_the_reference_and_columns_are_summed() -> None:
         assert bool(((sums - x.double().sum(0)).abs() <= bound).all())
 
 
-def test_takes_tiles_accepts_only_the_operands_of_the_tile_kernel() -> None:
+def test_has_tiles_accepts_only_the_operands_of_the_tile_kernel() -> None:
+    def fits(x: Tensor, block: tuple[int, int] = (1, 128), align: int = 16) -> bool:
+        return cast_hopper.has_tiles(("", [x], x.dtype), block, align)
+
     x = torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16)
-    assert cast_hopper.takes_tiles(x, x.dtype, (1, 128), 16) == (
-        torch.cuda.get_device_capability() >= (9, 0)
-    )
-    assert not cast_hopper.takes_tiles(x.float(), x.dtype, (1, 128), 16)
-    assert not cast_hopper.takes_tiles(x.t()[:32], x.dtype, (1, 128), 16)
-    assert not cast_hopper.takes_tiles(x[:, 1:57], x.dtype, (1, 128), 16)
-    assert not cast_hopper.takes_tiles(x[:, :60], x.dtype, (1, 128), 16)
-    assert not cast_hopper.takes_tiles(x, x.dtype, (1, 128), 4)
-    assert not cast_hopper.takes_tiles(x, x.dtype, (128, 128), 16)
-    assert not cast_hopper.takes_tiles(x, x.dtype, (1, -1), 16)
-    assert not cast_hopper.takes_tiles(x, x.dtype, (1, 4), 16)
+    assert fits(x) == (torch.cuda.get_device_capability() >= (9, 0))
+    assert not any(map(fits, (x.float(), x.t()[:32], x[:, 1:57], x[:, :60])))
+    assert not fits(x, align=4)
+    assert not any(fits(x, block) for block in ((128, 128), (1, -1), (1, 4)))
 
 
 def inputs_of(kind: str, rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
@@ -126,7 +121,6 @@ def test_prologues_have_the_same_bytes_with_and_without_tiles(
         tile = cast(*matrix, *options)
         with monkeypatch.context() as patch:
             patch.setattr(launcher, "has_tiles", lambda *_: False)
-            patch.setattr(launcher, "takes_tiles", lambda *_: False)
             separate = cast(*matrix, *options)
         assert [output is None for output in tile] == [output is None for output in separate]
         assert_all_same(

@@ -28,7 +28,7 @@ from float8lab.ops.kernels import prologue as prologues
 from float8lab.ops.kernels._common import nan_for_infinity, scale_from_amax, widen
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
-from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles, takes_tiles
+from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles
 from float8lab.ops.kernels.dequantize import transpose
 from float8lab.ops.kernels.grouped_cast import _amax_rows_kernel as find_amaxes_of_rows
 from float8lab.ops.kernels.grouped_cast import cast_groups
@@ -552,8 +552,7 @@ def cast(
     has_block_amaxes = makes_scales and given is not None and block != (-1, -1)
     uses_words = prologue or given is not None or block == (1, -1)
     if both_orientations or (columnwise and uses_words):
-        fits_tiles = has_tiles if prologue else takes_tiles
-        if makes_scales and not has_block_amaxes and fits_tiles(first, dtype, block, align):
+        if makes_scales and not has_block_amaxes and has_tiles(matrix, block, align):
             rows, columns = (round_up(size, align) for size in prologue_shape(prologue, inputs))
             *tiled, sums = cast_tiles(
                 matrix, options[:4], (rows, columns, rows), rowwise=rowwise, column_sum=dbias

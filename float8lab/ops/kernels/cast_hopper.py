@@ -272,8 +272,13 @@ def _quantize_blocks_kernel(
     )  # fmt: skip
 
 
-def has_tiles(x: Tensor, dtype: torch.dtype, block: Sequence[int], align: int) -> bool:
-    """Whether this kernel can cast a prologue, of values of ``dtype``, on the device of ``x``."""
+def has_tiles(matrix: Matrix, block: Sequence[int], align: int) -> bool:
+    """Whether this kernel can cast a matrix or a prologue on the device of its inputs."""
+    prologue, (x, *_), dtype = matrix
+    if not prologue:  # its rows are read in steps of 16 bytes
+        dtype = x.dtype
+        if x.stride(1) != 1 or x.stride(0) % 8 or x.shape[1] % 8 or x.data_ptr() % 16:
+            return False
     return (
         block[0] == 1
         and block[1] in (8, 16, 32, 64, 128)
@@ -284,17 +289,11 @@ def has_tiles(x: Tensor, dtype: torch.dtype, block: Sequence[int], align: int) -
     )
 
 
-def takes_tiles(x: Tensor, dtype: torch.dtype, block: Sequence[int], align: int) -> bool:
-    """Whether this kernel can cast the matrix ``x``, whose rows it reads in steps of 16 bytes."""
-    fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.shape[1] % 8 == 0
-    return fits and x.data_ptr() % 16 == 0 and has_tiles(x, x.dtype, block, align)
-
-
 def cast_tiles(
     matrix: Matrix, options: Options, sizes: tuple[int, int, int], *, rowwise: bool,
     column_sum: bool, plan: Tensor | None = None, groups: int = 0,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return the op's results, with partial column sums, where ``has_tiles`` or ``takes_tiles``.
+    """Return the op's results, with partial column sums, where ``has_tiles``.
 
     Args:
         options: the FP8 format, a block of one row, the rule and the epsilon.

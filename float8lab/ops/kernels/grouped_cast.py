@@ -26,7 +26,7 @@ from float8lab.ops.kernels import prologue as prologues
 from float8lab.ops.kernels._common import nan_for_infinity, saturate, scale_from_amax, widen
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
-from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles, takes_tiles
+from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles
 from float8lab.ops.kernels.prologue import _amax_kernel as find_amax
 from float8lab.ops.kernels.prologue import load, load_bits, load_words, tile_of_program
 from float8lab.ops.kernels.scaling import make_scales
@@ -415,12 +415,10 @@ def cast_groups(
         return reference.cast(*matrix, *arguments, offs=offs, slot=slot)
     if offs is not None and plan is None:
         plan = plan_groups(offs, prologue_shape(prologue, inputs)[0])
-    if offs is not None and columnwise and slot is None:
-        fits_tiles = has_tiles if prologue else takes_tiles
-        if fits_tiles(first, dtype, block, ALIGN):
-            return cast_tiles_of_groups(
-                matrix, offs, options, rowwise=rowwise, column_sum=dbias, plan=plan
-            )
+    if offs is not None and columnwise and slot is None and has_tiles(matrix, block, ALIGN):
+        return cast_tiles_of_groups(
+            matrix, offs, options, rowwise=rowwise, column_sum=dbias, plan=plan
+        )
     batch: tuple[int, ...] = ()
     stride, kernel_inputs = 0, inputs
     if offs is None:
