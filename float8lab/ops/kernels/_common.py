@@ -357,6 +357,34 @@ def scale_tile(tile, factor, BM: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
+def write_blocks(
+    x,  # float32 [TILE_M, TILE_K]
+    tile_m, tile_k, rows, columns,  # where BM is 1, rows need not be neighbours
+    q_ptr,  # [ROWS, COLUMNS] fp8
+    scale_ptr,  # [ceil ROWS / BM, ceil COLUMNS / BK] fp32
+    amax_ptr,  # None, or with shape and strides of scale
+    ROWS, COLUMNS, stride_sm, stride_sk, eps,
+    LIMIT: tl.constexpr, RULE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Quantize the blocks of a tile."""
+    TILE_M: tl.constexpr = x.shape[0]
+    TILE_K: tl.constexpr = x.shape[1]
+    amaxes = block_amax(abs_bits(x), BM, BK)
+    scale, encode = scale_from_amax(amaxes, tl.cast(eps, tl.float32), LIMIT, RULE)
+    x = nan_for_infinity(x, q_ptr.dtype.element_ty)
+    y = scale_tile(x, encode, BM, BK)
+    q = saturate(y, y, q_ptr.dtype.element_ty)
+    store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
+    m = rows if BM == 1 else tile_m * (TILE_M // BM) + tl.arange(0, TILE_M // BM)
+    k = tile_k * (TILE_K // BK) + tl.arange(0, TILE_K // BK)
+    offsets = m[:, None] * stride_sm + k[None, :] * stride_sk
+    mask = (m * BM < ROWS)[:, None] & (k * BK < COLUMNS)[None, :]
+    tl.store(scale_ptr + offsets, scale, mask=mask)
+    if amax_ptr is not None:
+        tl.store(amax_ptr + offsets, amaxes, mask=mask)
+
+
+@triton.jit
 def block_index(start, indices, SIZE: tl.constexpr, TILE: tl.constexpr):
     """Return the block of each index of a tile, or one block if a tile is always within one.
     SIZE 0 stands for a block that spans the whole dimension."""

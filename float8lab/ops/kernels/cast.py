@@ -321,34 +321,6 @@ def _quantize_rows(matrix: Matrix, q: Tensor, scale: Tensor, rule: str, eps: flo
 # Kernels for one orientation in blocks that divide a tile.
 
 
-@triton.jit
-def write_blocks(
-    x,  # float32 [TILE_M, TILE_K]
-    tile_m, tile_k, rows, columns,
-    q_ptr,  # [ROWS, COLUMNS] fp8
-    scale_ptr,  # [ceil ROWS / BM, ceil COLUMNS / BK] fp32
-    amax_ptr,  # None, or with shape and strides of scale
-    ROWS, COLUMNS, stride_sm, stride_sk, eps,
-    LIMIT: tl.constexpr, RULE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Quantize the blocks of a tile."""
-    TILE_M: tl.constexpr = x.shape[0]
-    TILE_K: tl.constexpr = x.shape[1]
-    amaxes = _common.block_amax(_common.abs_bits(x), BM, BK)
-    scale, encode = scale_from_amax(amaxes, tl.cast(eps, tl.float32), LIMIT, RULE)
-    x = nan_for_infinity(x, q_ptr.dtype.element_ty)
-    y = _common.scale_tile(x, encode, BM, BK)
-    q = _common.saturate(y, y, q_ptr.dtype.element_ty)
-    _common.store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
-    m = tile_m * (TILE_M // BM) + tl.arange(0, TILE_M // BM)
-    k = tile_k * (TILE_K // BK) + tl.arange(0, TILE_K // BK)
-    offsets = m[:, None] * stride_sm + k[None, :] * stride_sk
-    mask = (m * BM < ROWS)[:, None] & (k * BK < COLUMNS)[None, :]
-    tl.store(scale_ptr + offsets, scale, mask=mask)
-    if amax_ptr is not None:
-        tl.store(amax_ptr + offsets, amaxes, mask=mask)
-
-
 @launched
 def _quantize_blocks_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
@@ -361,7 +333,7 @@ def _quantize_blocks_kernel(
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     x = load(inputs, rows, columns, tile_k, M, K, VALUES, TILE_K)
-    write_blocks(
+    _common.write_blocks(
         x.to(tl.float32), tile_m, tile_k, rows, columns, q_ptr, scale_ptr, amax_ptr, ROWS, COLUMNS,
         stride_sm, stride_sk, eps, LIMIT, RULE, BM, BK,
     )  # fmt: skip

@@ -109,7 +109,7 @@ def _cast_many_kernel(
             x = _common.nan_for_infinity(x, Q).to(tl.float32)
             _common.store_tile(q_ptr, _common.saturate(x * encode, x, Q), rows, columns, M, K)
         else:
-            casts.write_blocks(
+            _common.write_blocks(
                 x.to(tl.float32), tile_m, tile_k, rows, columns, q_ptr, scale_ptr, amax_ptr, M, K,
                 stride_sm, stride_sk, eps, LIMIT, RULE, BM, BK,
             )  # fmt: skip

@@ -215,26 +215,6 @@ def _amax_rows_kernel(
 
 
 @triton.jit
-def _write_rows_of_blocks(
-    x, row, local, columns, tile_k, limit, q_ptr, scale_ptr, COLUMNS, stride_sm, stride_sk, eps,
-    LIMIT: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    """Cast and write every fourth row of a tile, with a scale for every 1 x BLOCK values."""
-    wide = widen(x)
-    scale, encode = scale_from_amax(
-        _common.block_amax(_common.abs_bits(wide), 1, BLOCK), eps, LIMIT, RULE
-    )
-    wide = nan_for_infinity(wide, q_ptr.dtype.element_ty)
-    y = _common.scale_tile(wide, encode, 1, BLOCK)
-    q = saturate(y, y, q_ptr.dtype.element_ty)
-    _common.store_tile(q_ptr, q, row + local, columns, limit, COLUMNS)
-    k = tile_k * (TILE_K // BLOCK) + tl.arange(0, TILE_K // BLOCK)
-    mask = (row + local < limit)[:, None] & (k * BLOCK < COLUMNS)[None, :]
-    offsets = (row + local)[:, None] * stride_sm + k[None, :] * stride_sk
-    tl.store(scale_ptr + offsets, scale, mask=mask)
-
-
-@triton.jit
 def _column_factors(
     bits, columns, start_t, limit, scale_t_ptr, COLUMNS, stride_tk, stride_tm, eps,
     LIMIT: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr,
@@ -327,9 +307,9 @@ def _cast_groups_kernel(  # noqa: PLR0915
             for i in tl.static_range(4):
                 x, local = (x0, x1, x2, x3)[i], 4 * word + i
                 if BLOCK > 0 and not SQUARE:
-                    _write_rows_of_blocks(
-                        x, row, local, columns, tile_k, limit, q_ptr, scale_ptr, COLUMNS,
-                        stride_sm, stride_sk, eps, LIMIT, RULE, BLOCK, TILE_K,
+                    _common.write_blocks(
+                        widen(x), tile_m, tile_k, row + local, columns, q_ptr, scale_ptr, None,
+                        limit, COLUMNS, stride_sm, stride_sk, eps, LIMIT, RULE, 1, BLOCK,
                     )  # fmt: skip
                 else:
                     if PER_ROW:
