@@ -97,22 +97,23 @@ def factors_from_amax(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Decode scale and encode factor of each block from its amax, by one of ``SCALE_RULES``.
 
-    The rules for 4-bit elements use ``_factors_of_packed``, and may depend on the amax of the
-    matrix; if that is not given, ``amax`` holds all blocks of a matrix in its last dimensions.
+    Scales in e4m3 (``_factors_in_e4m3``) may depend on the amax of the matrix; if that is not
+    given, ``amax`` holds all blocks of a matrix in its last dimensions.
 
-    ``amax`` is first raised to ``eps``; 0, inf and NaN then give 1 and 1. The scale is 1 over the
-    encode factor, rounded to float32, so the encode factor cannot be recovered from the scale: a
-    later cast by the same scale needs the encode factor or the amax.
+    ``amax`` is first raised to ``eps``; 0, inf and NaN then give 1 and 1, but inf and NaN give NaN
+    for 4-bit elements. The scale is 1 over the encode factor, rounded to float32, so the encode
+    factor cannot be recovered from the scale: a later cast by the same scale needs the encode
+    factor or the amax.
 
     >>> factors_from_amax(torch.tensor([7.0, 0.0]), torch.float8_e4m3fn, "fp32")
     (tensor([0.0156, 1.0000]), tensor([64.,  1.]))
     """
-    if rule in formats.E2M1_RULES:
-        return _factors_of_packed(amax.clamp(min=eps), rule, matrix_amax)
-    raised = amax.clamp(min=eps)
+    raised, is_e2m1 = amax.clamp(min=eps), rule in formats.E2M1_RULES
+    if is_e2m1 and "e8m0" not in rule:
+        return _factors_in_e4m3(raised, rule, matrix_amax)
     usable = (raised > 0) & (raised < torch.inf)
-    limit = torch.finfo(fp8_dtype).max
-    if rule == "e8m0":
+    limit = formats.E2M1_VALUES[-1] if is_e2m1 else torch.finfo(fp8_dtype).max
+    if "e8m0" in rule:
         bits = (raised / torch.full_like(raised, limit)).view(torch.int32)
         scale = (((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1) << 23).view(torch.float32)
         encode = 1.0 / scale
@@ -120,42 +121,36 @@ def factors_from_amax(
         encode = encode_from_amax(raised, limit, power_of_2=rule == "pow2")
         scale = 1.0 / encode
     unit = scale.new_ones(())  # fake tensors outside of their mode accept no number
+    if is_e2m1:
+        unit = torch.where(raised < torch.inf, unit, torch.nan)
     return torch.where(usable, scale, unit), torch.where(usable, encode, unit)
 
 
-def _factors_of_packed(
-    amax: Tensor, rule: str, matrix_amax: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Do ``factors_from_amax`` for elements in e2m1, with the scales of 4-bit formats.
+def _factors_in_e4m3(amax: Tensor, rule: str, matrix_amax: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Do ``factors_from_amax`` for elements in e2m1 with scales in e4m3.
 
-    A block whose amax is 0 has the scale 0 if scales are in e4m3; one that holds a value that is
-    not finite has the scale NaN. The scale of a matrix is 1 where no finite amax above 0 makes one.
+    A block whose amax is 0 has the scale 0; one that holds a value that is not finite has the scale
+    NaN. The scale of a matrix is 1 where no finite amax above 0 makes one.
 
     >>> amaxes = torch.tensor([[2688.0, 6.0, 0.0, torch.inf]])
     >>> factors_from_amax(amaxes, formats.E4M3, "e2m1 e4m3 fp32")[0]
     tensor([[448.,   1.,   0.,  nan]])
 
     Source: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, appendix on
-    quantization; OCP Microscaling Formats v1.0 for e8m0.
+    quantization.
     """
-    limit = torch.full_like(amax, formats.largest(formats.E2M1))
-    if "e8m0" in rule:
-        bits = (amax / limit).view(torch.int32)
-        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(min=1)
-        scale = torch.where(amax > 0, (exponent << 23).view(torch.float32), 1.0)
-    else:
-        scale = amax / limit
-        decode = torch.ones_like(scale)
-        if rule in formats.TENSOR_SCALE_RULES:
-            if matrix_amax is None:
-                matrix_amax = amax.amax((-2, -1), keepdim=True) if amax.numel() else amax
-            limits = torch.full_like(
-                matrix_amax, formats.largest(formats.E2M1) * formats.largest(formats.E4M3)
-            )
-            encode = (limits / matrix_amax).clamp(max=formats.FLOAT32_MAX)
-            encode = torch.where((matrix_amax > 0) & (matrix_amax < torch.inf), encode, 1.0)
-            scale, decode = scale * encode, 1.0 / encode
-        scale = scale.clamp(max=formats.largest(formats.E4M3)).to(formats.E4M3).float() * decode
+    scale = amax / torch.full_like(amax, formats.largest(formats.E2M1))
+    decode = torch.ones_like(scale)
+    if rule in formats.TENSOR_SCALE_RULES:
+        if matrix_amax is None:
+            matrix_amax = amax.amax((-2, -1), keepdim=True) if amax.numel() else amax
+        limits = torch.full_like(
+            matrix_amax, formats.largest(formats.E2M1) * formats.largest(formats.E4M3)
+        )
+        encode = (limits / matrix_amax).clamp(max=formats.FLOAT32_MAX)
+        encode = torch.where((matrix_amax > 0) & (matrix_amax < torch.inf), encode, 1.0)
+        scale, decode = scale * encode, 1.0 / encode
+    scale = scale.clamp(max=formats.largest(formats.E4M3)).to(formats.E4M3).float() * decode
     scale = torch.where(amax < torch.inf, scale, torch.nan)
     return scale, (1.0 / scale).clamp(max=formats.FLOAT32_MAX)
 
