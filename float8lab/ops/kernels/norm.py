@@ -105,14 +105,11 @@ def _norm_kernel(
         for start in range(0, TILE_K if SINGLE else K, TILE_K):
             if not SINGLE:
                 x = _load_values(*matrix, rows, start + columns, SCALED, BM, BK, DTYPE)
-            weight = _load_row(weight_ptr, start + columns, K)
+            y = x - mean[:, None] if CENTER else x
+            y = y * rstd[:, None] * _load_row(weight_ptr, start + columns, K)[None, :]
             if CENTER:
-                bias = _load_row(bias_ptr, start + columns, K)
-                y = ((x - mean[:, None]) * rstd[:, None] * weight[None, :] + bias[None, :]).to(
-                    DTYPE
-                )
-            else:
-                y = (x * rstd[:, None] * weight[None, :]).to(DTYPE)
+                y += _load_row(bias_ptr, start + columns, K)[None, :]
+            y = y.to(DTYPE)
             mask = (rows < M)[:, None] & (start + columns < K)[None, :]
             if WRITE:
                 tl.store(y_ptr + rows[:, None] * K + (start + columns)[None, :], y, mask=mask)
