@@ -188,7 +188,7 @@ def load_halves(
 
 
 @triton.jit
-def load(  # noqa: PLR0915
+def load(
     inputs,  # pointers and strides, as ``arguments_of`` gives them
     rows, columns, tile_k, M, K, VALUES: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
@@ -199,13 +199,11 @@ def load(  # noqa: PLR0915
     FUNCTION: tl.constexpr = VALUES.function
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk = inputs
     mask = (rows < M)[:, None] & (columns < K)[None, :]
-    if FUNCTION == "":
+    if FUNCTION == "" or FUNCTION == "permute":
+        if FUNCTION == "permute":
+            rows = tl.load(b_ptr + rows, mask=rows < M, other=-1).to(tl.int64)
+            mask = mask & (rows >= 0)[:, None]
         offsets = rows[:, None] * stride_am + columns[None, :] * stride_ak
-        y = tl.load(a_ptr + offsets, mask=mask, other=0.0)
-    elif FUNCTION == "permute":
-        token = tl.load(b_ptr + rows, mask=rows < M, other=-1).to(tl.int64)
-        mask = mask & (token >= 0)[:, None]
-        offsets = token[:, None] * stride_am + columns[None, :] * stride_ak
         y = tl.load(a_ptr + offsets, mask=mask, other=0.0)
     elif FUNCTION == "multiply":
         y = _load(a_ptr, rows, columns, mask, stride_am, stride_ak)
