@@ -56,9 +56,7 @@ def _dequantize_kernel(
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_k, rows, columns = _common.tile_indices(K, TILE_M, TILE_K)
-    mask = (rows < M)[:, None] & (columns < K)[None, :]
-    q = tl.load(q_ptr + rows[:, None] * stride_qm + columns[None, :] * stride_qk, mask=mask)
-
+    q = _common.load_tile(q_ptr, rows, columns, M, K, stride_qm, stride_qk)
     m = _common.block_index(tile_m * TILE_M, rows, BM, TILE_M)
     k = _common.block_index(tile_k * TILE_K, columns, BK, TILE_K)
     mask = (m < scale_rows)[:, None] & (k < scale_columns)[None, :]
