@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from float8lab.arguments import check_choice
 from float8lab.tensor.window import StoredInBlocks, Window, merge_into
 
 __all__ = [
@@ -69,8 +70,6 @@ _PARTIAL = frozenset(
     )
 )  # fmt: skip
 
-_POLICIES = ("error", "warn", "silent")
-
 
 @dataclass(slots=True)
 class _Policy:
@@ -99,8 +98,7 @@ class fallback:
     __slots__ = ("_before",)
 
     def __init__(self, policy: str) -> None:
-        if policy not in _POLICIES:
-            raise ValueError(f"policy must be one of {_POLICIES}; got {policy!r}. Choose one.")
+        check_choice("policy", policy, ("error", "warn", "silent"))
         self._before = _POLICY.name
         _POLICY.name = policy
 
