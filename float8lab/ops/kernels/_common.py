@@ -117,6 +117,11 @@ def next_power_of_2(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
+def by_rows(x: Tensor) -> Tensor:
+    """Return a tensor, copied unless the elements of a row are contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def grid_of(shape: Sequence[int], tile: Tile) -> tuple[int]:
     return (ceil_div(shape[0], tile.rows) * ceil_div(shape[1], tile.columns),)
 

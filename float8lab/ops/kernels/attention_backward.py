@@ -588,7 +588,7 @@ def _fp8_backward(
     """Compute the gradients of q, k and v by the kernels above."""
     (B, H, SQ, D), (_, G, SK, DV) = q.shape, v.shape
     left, right, diagonal = window
-    dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
+    dout, out = map(_common.by_rows, (dout, out))
     d, transposed, rows, weights, counters = _prepare(
         dout, out, token_q, lse.contiguous(), max_scores.contiguous(), v_scale, cu_seqlens_q
     )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8lab.ops.kernels._common import ceil_div, next_power_of_2
+from float8lab.ops.kernels._common import by_rows, ceil_div, next_power_of_2
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import cross_entropy as reference
@@ -56,11 +56,6 @@ def _statistics_kernel(
     tl.store(stats_ptr + 3 * M + row, logit_sum)
 
 
-def _rows(logits: Tensor) -> Tensor:
-    """Return the logits, copied unless the elements of a row are contiguous."""
-    return logits if logits.stride(1) == 1 else logits.contiguous()
-
-
 def _tile(V: int) -> dict[str, int]:
     block = min(BLOCK, next_power_of_2(V))
     return {"BLOCK_V": block, "num_warps": min(_WARPS, max(block // 256, 1))}
@@ -71,7 +66,7 @@ def cross_entropy_statistics(logits: Tensor, target: Tensor) -> Tensor:
     M, V = logits.shape
     if logits.dtype == torch.float64 or not logits.numel():
         return reference.cross_entropy_statistics(logits, target)
-    stats, logits = reference.empty_statistics(logits), _rows(logits)
+    stats, logits = reference.empty_statistics(logits), by_rows(logits)
     _statistics_kernel[(M,)](
         logits, target.contiguous(), stats, M, V, logits.stride(0),
         **_tile(V), enable_fp_fusion=False,
@@ -107,7 +102,7 @@ def cross_entropy_backward(logits: Tensor, target: Tensor, factors: Tensor) -> T
     M, V = logits.shape
     if logits.dtype == torch.float64 or not logits.numel():
         return reference.cross_entropy_backward(logits, target, factors)
-    dlogits, logits = logits.new_empty(logits.shape), _rows(logits)
+    dlogits, logits = logits.new_empty(logits.shape), by_rows(logits)
     tile = _tile(V)
     _backward_kernel[(M, ceil_div(V, tile["BLOCK_V"]))](
         logits, target.contiguous(), factors.contiguous(), dlogits, M, V, logits.stride(0), **tile,

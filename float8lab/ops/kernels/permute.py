@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8lab.ops.kernels._common import Tile, ceil_div, next_power_of_2
+from float8lab.ops.kernels._common import Tile, by_rows, ceil_div, next_power_of_2
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.reference import permute as reference
@@ -221,8 +221,7 @@ def scatter_rows(
             if out is not None:
                 out.fill_(1 if out is new_scale else 0)
         return outputs
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    x = by_rows(x)
     B, *strides = [0] * 5
     if scale is not None and amax is not None:
         B, *strides = scale.shape[1], *scale.stride(), *amax.stride()
@@ -291,8 +290,7 @@ def gather_rows(
     values = None if row_values is None else row_values.new_empty((T, S))
     if T == 0:
         return x, values
-    if y.stride(1) != 1:
-        y = y.contiguous()
+    y = by_rows(y)
     tile = _row_tile(H, x)
     _gather_kernel[(T, max(ceil_div(H, tile["BLOCK_H"]), 1))](
         y, row_map.contiguous(), probs if probs is None else probs.contiguous(),
