@@ -209,9 +209,7 @@ def _pad(q: Tensor, rows: int, columns: int) -> Tensor:
 def _pad_bias(bias: Tensor | None, columns: int) -> Tensor | None:
     if bias is None or (bias.shape[0] == columns and bias.stride(0) == 1 and _aligned(bias)):
         return bias
-    padded = bias.new_zeros(columns)
-    padded[: bias.shape[0]] = bias
-    return padded
+    return torch.nn.functional.pad(bias, (0, columns - bias.shape[0]))
 
 
 def _per_row(scale: Tensor, block: Sequence[int], rows: int) -> Tensor:
