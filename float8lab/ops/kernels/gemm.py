@@ -216,13 +216,11 @@ def _per_row(scale: Tensor, block: Sequence[int], rows: int) -> Tensor:
     """Return contiguous scales [rows, 1] for blocks that span K."""
     if scale.shape == (rows, 1) and scale.is_contiguous() and _aligned(scale):
         return scale
-    per_row = scale.new_ones((rows, 1))
     if scale.numel() == 1:
-        per_row.copy_(scale.view(1, 1))
-    else:
-        scale = scale if block[0] == 1 else scale.repeat_interleave(block[0], dim=0)[:rows]
-        per_row[: scale.shape[0]] = scale
-    return per_row
+        return scale.view(1, 1).repeat(rows, 1)
+    if block[0] > 1:
+        scale = scale.repeat_interleave(block[0], dim=0)[:rows]
+    return torch.nn.functional.pad(scale, (0, 0, 0, rows - scale.shape[0]), value=1.0)
 
 
 def _per_block(scale: Tensor, block: Sequence[int], rows: int) -> Tensor:
