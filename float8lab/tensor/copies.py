@@ -50,7 +50,6 @@ def _record_stream(op: OpOverload, x: Float8Tensor, stream: torch.Stream) -> Non
 def _copy(op: OpOverload, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(x, Float8Tensor):
         return op(x, decoded(source), non_blocking)
-    value: Tensor
     if not isinstance(source, Float8Tensor) or (source.spec, source.shape) != (x.spec, x.shape):
         value = decoded(source).to(device=x.device, dtype=x.dtype)
         return x.requantize_(value.expand(x.shape))

@@ -43,13 +43,11 @@ def _replace_size(block: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, .
 
 def _pick(x: Float8Tensor, dim: int, index: Tensor, take: Callable[..., Tensor]) -> Float8Tensor:
     """Return ``take(tensor, index)``, in which the dimensions of ``index`` replace ``dim``."""
-    b = x.spec.block[dim]
-    if b == -1:
-        zeros = torch.zeros((1,) * index.ndim, dtype=torch.long, device=index.device)
-        block = _replace_size(x.spec.block, dim, *(-1,) * index.ndim)
-        return _make_like(x, lambda t: take(t, index), lambda t: take(t, zeros), block)
-    block = _replace_size(x.spec.block, dim, *(1,) * index.ndim)
-    blocks = torch.where(index < 0, index + x.shape[dim], index) // b
+    if x.spec.block[dim] == -1:
+        size, blocks = -1, index.new_zeros((1,) * index.ndim)
+    else:
+        size, blocks = 1, torch.where(index < 0, index + x.shape[dim], index) // x.spec.block[dim]
+    block = _replace_size(x.spec.block, dim, *(size,) * index.ndim)
     return _make_like(x, lambda t: take(t, index), lambda t: take(t, blocks), block)
 
 
