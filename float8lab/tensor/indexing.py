@@ -109,10 +109,9 @@ def _roll(
 def _repeat(op: OpOverload, x: Float8Tensor, repeats: Sequence[int]) -> object:
     if len(repeats) < x.ndim:
         return NotImplemented  # torch raises
-    lead = (len(repeats) - x.ndim) * (-1 if x.spec.per_tensor else 1,)
-    sizes = zip(x.spec.block, x.shape, repeats[len(lead) :], strict=True)
+    sizes = zip(x.spec.block, x.shape, repeats[len(repeats) - x.ndim :], strict=True)
     x = cut(x, tuple(math.gcd(b, n) if b > 1 and times > 1 else b for b, n, times in sizes))
-    block = (*lead, *x.spec.block)
+    block = x.spec.expand(len(repeats)).block
     scale_repeats = [1 if b == -1 else times for b, times in zip(block, repeats, strict=True)]
     return _make_like(x, lambda t: op(t, repeats), lambda t: op(t, scale_repeats), block)
 

@@ -136,10 +136,10 @@ def _expand(
     op: OpOverload, x: Float8Tensor, size: Sequence[int], *, implicit: bool = False
 ) -> Float8Tensor:
     q = op(x.qdata, size, implicit=implicit)
-    block = (-1 if x.spec.per_tensor else 1,) * (q.ndim - x.ndim) + x.spec.block
-    scales = replace(x.spec, block=block).scale_shape(tuple(q.shape))
+    spec = x.spec.expand(q.ndim)
+    scales = spec.scale_shape(tuple(q.shape))
     tensors = (q, x.scale.expand(scales), x.amax.expand(scales))
-    return view_of(x, tensors, block, Step(op, (size,), {}), partial=q.shape != x.shape)
+    return view_of(x, tensors, spec.block, Step(op, (size,), {}), partial=q.shape != x.shape)
 
 
 @implements(aten.slice.Tensor)
