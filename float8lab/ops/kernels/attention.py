@@ -94,13 +94,10 @@ def _plan_kernel(
         tile = chunk + tl.arange(0, CHUNK)
         entry = plan_ptr + (1 + tiles_before + tile) * FIELDS
         first = ((tiles - 1 - tile) if LAST_FIRST else tile) * QUERIES
-        tl.store(entry, first, mask=tile < tiles)
-        tl.store(entry + 1, q_start, mask=tile < tiles)
-        tl.store(entry + 2, _padded_start(q_start, sequence), mask=tile < tiles)
-        tl.store(entry + 3, queries, mask=tile < tiles)
-        tl.store(entry + 4, k_start, mask=tile < tiles)
-        tl.store(entry + 5, _padded_start(k_start, sequence), mask=tile < tiles)
-        tl.store(entry + 6, keys, mask=tile < tiles)
+        q_padded, k_padded = _padded_start(q_start, sequence), _padded_start(k_start, sequence)
+        fields = (first, q_start, q_padded, queries, k_start, k_padded, keys)
+        for i in tl.static_range(7):
+            tl.store(entry + i, fields[i], mask=tile < tiles)
 
 
 @triton.jit
