@@ -418,10 +418,7 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
         else:
             rounded[local.dtype, local.device].append((local, value))
     requantize_shards_([p for p, _ in shards], [value for _, value in shards])
-    quantize_blocks_(
-        [value for _, value in quantized], [local.spec for local, _ in quantized],
-        [(local.qdata, local.scale, local.amax) for local, _ in quantized],
-    )  # fmt: skip
+    quantize_blocks_([(value, x.spec, (x.qdata, x.scale, x.amax)) for x, value in quantized])
     amaxes = shared_amaxes([(local._shared_scales, value, local.spec) for local, value in sharing])
     for (local, value), amax in zip(sharing, amaxes, strict=True):
         new = quantize_blocks(value, local.spec, known_amax=amax)

@@ -185,44 +185,38 @@ def requantize_blocks(x: Tensor, spec: Spec, scale: Tensor, amax: Tensor) -> Ten
 
 _Stored = tuple[Tensor, Tensor, Tensor]
 """FP8 data, scales and amaxes of a tensor."""
+_Cast = tuple[Tensor, Spec, _Stored]
+"""A high-precision tensor, the spec of its cast, and the tensors to which the cast is written."""
 _Kind = tuple[torch.dtype, torch.device, torch.dtype, tuple[int, int], str]
 """The properties that all matrices quantized by one op share."""
 
 
-def quantize_blocks_(
-    values: Sequence[Tensor], specs: Sequence[Spec], targets: Sequence[_Stored]
-) -> None:
+def quantize_blocks_(casts: Sequence[_Cast]) -> None:
     """Write the results of ``quantize_blocks`` of many tensors into existing tensors.
 
     One op quantizes all tensors with the same dtype, format, block, scale rule and device. The
-    version counters of the targets are increased.
-
-    Args:
-        values: any shapes, high precision.
-        targets: FP8 data, scales and amaxes of each, in the shapes of ``quantize_blocks``.
+    version counters of the existing tensors are increased.
     """
     groups: dict[_Kind, list[list[Tensor]]] = defaultdict(list)
     copies: list[tuple[Tensor, Tensor]] = []
-    for value, spec, target in zip(values, specs, targets, strict=True):
-        for x, matrix_spec, stored in _matrices(value, spec, target):
-            if (block := _matrix_block(matrix_spec, x.ndim)) is None:
-                copies += zip(stored, _by_arithmetic(x, matrix_spec, None, 0.0), strict=True)
-                continue
-            matrices = [as_matrix(tensor) for tensor in (x, *stored)]
-            kind = x.dtype, x.device, matrix_spec.fp8_dtype, block, matrix_spec.scale_rule
-            groups[kind].append(matrices)
-            pairs = zip(stored, matrices[1:], strict=True)
-            copies += [(t, matrix) for t, matrix in pairs if matrix.data_ptr() != t.data_ptr()]
+    for x, spec, stored in (matrix for cast in casts for matrix in _matrices(*cast)):
+        if (block := _matrix_block(spec, x.ndim)) is None:
+            copies += zip(stored, _by_arithmetic(x, spec, None, 0.0), strict=True)
+            continue
+        matrices = [as_matrix(tensor) for tensor in (x, *stored)]
+        groups[x.dtype, x.device, spec.fp8_dtype, block, spec.scale_rule].append(matrices)
+        pairs = zip(stored, matrices[1:], strict=True)
+        copies += [(t, matrix) for t, matrix in pairs if matrix.data_ptr() != t.data_ptr()]
     for (*_, block, rule), group in groups.items():
         values, data, scales, amaxes = map(list, zip(*group, strict=True))
         cast_many_op(values, data, block, rule, 0.0, scales, amaxes, [])
     for tensor, matrix in copies:
         tensor.copy_(matrix.view(tensor.shape))
     # The op does not increase version counters; its caller does.
-    torch.autograd.graph.increment_version([tensor for target in targets for tensor in target])
+    torch.autograd.graph.increment_version([tensor for *_, stored in casts for tensor in stored])
 
 
-def _matrices(value: Tensor, spec: Spec, stored: _Stored) -> Iterator[tuple[Tensor, Spec, _Stored]]:
+def _matrices(value: Tensor, spec: Spec, stored: _Stored) -> Iterator[_Cast]:
     """Yield a tensor, or those slices of it that ``quantize_blocks`` quantizes one by one."""
     if _matrix_block(spec, value.ndim) is None and _is_batch(value, spec):
         matrix_spec = replace(spec, block=spec.block[1:])
