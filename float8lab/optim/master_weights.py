@@ -260,8 +260,7 @@ class MasterWeights(torch.optim.Optimizer):
         loaded = {p: master for p, master in saved if p is not None and p in self.masters}
         for p, master in loaded.items():
             self.masters[p].copy_(master)
-        stale = [p for p in loaded if _is_stale(p, self.masters[p])]
-        write_parameters_(stale, [self.masters[p] for p in stale])
+        write_parameters_({p: self.masters[p] for p in loaded if _is_stale(p, self.masters[p])})
         self._written |= {p: _Written(p, self.masters[p]) for p in loaded}
         if unused := len(saved) - len(loaded):
             warnings.warn(
@@ -372,7 +371,7 @@ class MasterWeights(torch.optim.Optimizer):
             for p, master in self.masters.items()
             if master.grad is not None or self._written[p].master_version != master._version
         }
-        write_parameters_(list(due), list(due.values()))
+        write_parameters_(due)
         for p, master in due.items():
             master.grad = None  # freed, since the parameter has its own gradient
             self._written[p] = _Written(p, master)
@@ -396,8 +395,8 @@ def _is_stale(p: Tensor, master: Tensor) -> bool:
 
 
 @torch.no_grad()
-def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-    """Overwrite stored parameters with their masters, quantized with new scales.
+def write_parameters_(masters: Mapping[Tensor, Tensor]) -> None:
+    """Overwrite stored parameters with their ``masters``, quantized with new scales.
 
     A step writes parameters only here. One op quantizes all those with the same format and master
     dtype, on a GPU in at most two passes that write their memory directly. Shards of a block get
@@ -407,7 +406,7 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
     quantized: list[tuple[Float8Tensor, Tensor]] = []
     sharing: list[tuple[Float8Tensor, Tensor]] = []
     rounded: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-    for p, master in zip(parameters, masters, strict=True):
+    for p, master in masters.items():
         local, value = local_of(p), local_of(master)
         if _shares_blocks(p):
             shards.append((p, value))
@@ -427,7 +426,7 @@ def write_parameters_(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -
     for pairs in rounded.values():
         torch._foreach_copy_([local for local, _ in pairs], [value for _, value in pairs])
     # The inner tensors were written, but not the version counters of the tensors that hold them.
-    holders = [t for p in parameters for t in (p, local_of(p)) if t is not _buffer(p)]
+    holders = [t for p in masters for t in (p, local_of(p)) if t is not _buffer(p)]
     torch.autograd.graph.increment_version(list(dict.fromkeys(holders)))
 
 

@@ -227,7 +227,7 @@ def test_write_has_as_many_ops_for_many_parameters_as_for_few():
         params = parameters_of_many_kinds(number)
         masters = [torch.randn(p.shape) for p in params]
         with Ops() as ops:
-            write_parameters_(params, masters)
+            write_parameters_(dict(zip(params, masters, strict=True)))
         assert_written(params, masters)
         counts.append(Counter(ops.names))
     assert counts == [{"float8lab.cast.many_": 4, "aten._foreach_copy_.default": 1}] * 2
@@ -255,8 +255,9 @@ def test_gpu_launches_do_not_grow_with_the_number_of_parameters():
     for number in (2, 20):
         params = parameters_of_many_kinds(number, "cuda")
         masters = [torch.randn(p.shape, device="cuda") for p in params]
-        write_parameters_(params, masters)  # compiles, and copies the tables
-        counts.append(launched(functools.partial(write_parameters_, params, masters)))
+        write = functools.partial(write_parameters_, dict(zip(params, masters, strict=True)))
+        write()  # compiles, and copies the tables
+        counts.append(launched(write))
         assert_written(params, masters)
     few, many = counts
     assert few == many
@@ -271,7 +272,7 @@ def test_every_buffer_that_a_step_writes_has_a_new_version(device):
         for block in ((-1, -1), (1, -1), (1, 128), (1, 16))
     ]
     before = [(p._version, p.qdata._version, p.scale._version, p.amax._version) for p in params]
-    write_parameters_(params, [torch.randn(32, 48, device=device) for _ in params])
+    write_parameters_({p: torch.randn(32, 48, device=device) for p in params})
     for p, versions in zip(params, before, strict=True):
         after = (p._version, p.qdata._version, p.scale._version, p.amax._version)
         assert all(new > old for new, old in zip(after, versions, strict=True))
