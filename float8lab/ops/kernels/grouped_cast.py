@@ -365,11 +365,7 @@ def _has_kernel(
     matrix: prologues.Matrix, offs: Tensor | None, block: tuple[int, ...], rule: str
 ) -> bool:
     """Whether a kernel can cast this; the reference makes the host wait for the groups' offsets."""
-    if offs is None:
-        x = matrix[1][0]
-        fits = x.numel() > 0 and x.shape[2] > 1 and x.dtype != torch.float64
-    else:
-        fits = prologues.has_kernel(*matrix) and offs.shape[0] > 0
+    fits = prologues.has_kernel(*matrix) and (offs is None or offs.shape[0] > 0)
     width = block[1]
     is_row_block = block[0] == 1 and 4 <= width <= SPAN and width & (width - 1) == 0
     is_square = offs is None and block == (128, 128)
