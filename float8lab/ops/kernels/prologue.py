@@ -355,13 +355,11 @@ def _amax_kernel(
     if stride_ae is not None:
         a_ptr += tl.program_id(1).to(tl.int64) * stride_ae
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
-    tiles_k = tl.cdiv(K // 2 if VALUES.halves else K, TILE_K)
-    tiles = tl.cdiv(M, TILE_M) * tiles_k
+    width = K // 2 if VALUES.halves else K
+    tiles = tl.cdiv(M, TILE_M) * tl.cdiv(width, TILE_K)
     bits = tl.zeros([TILE_M, TILE_K], tl.int32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        rows = (tile // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-        tile_k = (tile % tiles_k).to(tl.int64)
-        columns = tile_k * TILE_K + tl.arange(0, TILE_K)
+        _, tile_k, rows, columns = _common.tile_indices(width, TILE_M, TILE_K, tile)
         tile_bits = load_bits(inputs, rows, columns, tile_k, M, K, VALUES, TILE_K)
         bits = tl.maximum(bits, tile_bits)
     if PARTIAL:
