@@ -59,9 +59,7 @@ def _dequantize_kernel(
     q = _common.load_tile(q_ptr, rows, columns, M, K, stride_qm, stride_qk)
     m = _common.block_index(tile_m * TILE_M, rows, BM, TILE_M)
     k = _common.block_index(tile_k * TILE_K, columns, BK, TILE_K)
-    mask = (m < scale_rows)[:, None] & (k < scale_columns)[None, :]
-    offsets = m[:, None] * stride_sm + k[None, :] * stride_sk
-    scale = tl.load(scale_ptr + offsets, mask=mask, other=1.0)
+    scale = _common.load_tile(scale_ptr, m, k, scale_rows, scale_columns, stride_sm, stride_sk)
     y = (q.to(tl.float32) * scale).to(y_ptr.dtype.element_ty)
     _common.store_tile(y_ptr, y, rows, columns, M, K)
 
