@@ -29,8 +29,8 @@ _BACKWARD_PROGRAMS = 528
 
 
 @triton.jit
-def _load_row(ptr, columns, K):
-    return tl.load(ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
+def _load_row(ptr, columns, K, stride=1):
+    return tl.load(ptr + columns * stride, mask=columns < K, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -176,14 +176,12 @@ def _norm_backward_kernel(
     dbias = tl.zeros([TILE_K], tl.float32)
     for index in range(tl.program_id(0), M, tl.num_programs(0)):
         row = tl.cast(index, tl.int64)
-        x = tl.load(x_ptr + row * stride_xm + columns * stride_xk, mask=mask, other=0.0)
-        x = x.to(tl.float32)
+        x = _load_row(x_ptr + row * stride_xm, columns, K, stride_xk)
         if SCALED:
             m, k = _block_of(row, M, BM), _block_of(columns, K, BK)
             x = x * tl.load(scale_ptr + m * stride_sm + k * stride_sk)
             x = x.to(dx_ptr.dtype.element_ty).to(tl.float32)
-        g = tl.load(dy_ptr + row * stride_dym + columns * stride_dyk, mask=mask, other=0.0)
-        g = g.to(tl.float32)
+        g = _load_row(dy_ptr + row * stride_dym, columns, K, stride_dyk)
         rstd = tl.load(rstd_ptr + row)
         if CENTER:
             x = tl.where(mask, x - tl.load(mean_ptr + row), 0.0)
