@@ -142,9 +142,7 @@ def prologue_shape(prologue: str, inputs: Sequence[Tensor]) -> tuple[int, ...]:
 
 def dequantize(q: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
     """``q * scale``, multiplied in float32 and rounded once."""
-    if block[0] > 1 or block[1] > 1:
-        scale = expand_scale(scale, block, q.shape)
-    return (q.float() * scale).to(dtype).contiguous()
+    return (q.float() * expand_scale(scale, block, q.shape)).to(dtype).contiguous()
 
 
 def value_of(
