@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from float8lab.formats import E4M3, E5M2
 from float8lab.nn.convert.walk import is_unseen
 from float8lab.ops.gemm import may_multiply
-from float8lab.tables import aligned
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dispatch import overloads
 
@@ -56,11 +55,13 @@ class GemmCounts:
         return sum(self.high_precision_by_module.values())
 
     def __repr__(self) -> str:
-        in_fp8, wide = self.fp8_by_module, self.high_precision_by_module
-        names = dict.fromkeys([*in_fp8, *wide])
-        rows = [(n or "(outside any module)", str(in_fp8[n]), str(wide[n])) for n in names]
-        rows.append(("total", str(self.fp8), str(self.high_precision)))
-        lines = aligned([("module", "FP8", "high precision"), *rows])
+        names = list(dict.fromkeys([*self.fp8_by_module, *self.high_precision_by_module]))
+        fp8_counts, wide_counts = self.fp8_by_module, self.high_precision_by_module
+        rows = [(n or "(outside any module)", fp8_counts[n], wide_counts[n]) for n in names]
+        rows.append(("total", self.fp8, self.high_precision))
+        width = max(len(name) for name, *_ in rows)
+        lines = [f"{'module':<{width}}  {'FP8':>6}  {'high precision':>14}"]
+        lines += [f"{name:<{width}}  {fp8:>6}  {wide:>14}" for name, fp8, wide in rows]
         lines += [f"{n}: not called; its parent multiplies by its weight" for n in self.unseen]
         return "\n".join(lines)
 
