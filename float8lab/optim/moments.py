@@ -28,7 +28,7 @@ from float8lab.ops.moments import dequantize_moment, quantize_moment_
 from float8lab.ops.reference.moments import BLOCK, round_stochastically
 from float8lab.tensor.dtensor import is_dtensor, local_of, with_local
 
-__all__ = ["MASTER", "ROUNDINGS", "Storage", "check_state"]
+__all__ = ["MASTER", "QDATA", "ROUNDINGS", "SCALE", "Storage", "check_state"]
 
 MASTER = "master"
 """The key of a master in the ``state`` of a state_dict."""

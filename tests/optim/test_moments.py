@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import float8lab
 from float8lab import ops
@@ -399,6 +401,35 @@ def test_states_load_with_and_without_fp8_moments():
         assert torch.equal(loaded.state[p][name], x)
         assert (x - plain.state[p][name]).norm() < 0.1 * x.norm()
     train(model, loaded, range(4, 5))
+
+
+def test_flattened_states_load_without_fp8_moments_and_are_refused_with_them():
+    dsd, options = checkpoint.state_dict, StateDictOptions(flatten_optimizer_state_dict=True)
+    model, twin = make_model(), make_model()
+    quantized = MasterWeights(model.parameters(), torch.optim.AdamW, fp8_moments=True)
+    train(model, quantized, range(2))
+    saved = dsd.get_optimizer_state_dict(model, quantized, options=options)
+    plain = MasterWeights(twin.parameters(), torch.optim.AdamW)
+    dsd.set_optimizer_state_dict(twin, plain, copy.deepcopy(saved), options=options)
+    expected = moments_of(quantized, model[0].weight)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(plain.state[twin[0].weight][name], expected[name])
+    saved = dsd.get_optimizer_state_dict(twin, plain, options=options)
+    saved |= {f"param_groups.{name}.roundings": 0 for name, _ in twin.named_parameters()}
+    with pytest.raises(ValueError, match=r"must have exp_avg\.bits of parameter .*; got {}"):
+        dsd.set_optimizer_state_dict(model, quantized, saved, options=options)
+
+
+def test_flattened_states_that_an_optimizer_makes_at_once_stay_quantized():
+    dsd, options = checkpoint.state_dict, StateDictOptions(flatten_optimizer_state_dict=True)
+    model, twin = make_model(), make_model()
+    optimizer = MasterWeights(model.parameters(), torch.optim.Adagrad, fp8_moments=True)
+    train(model, optimizer, range(2))
+    saved = copy.deepcopy(dsd.get_optimizer_state_dict(model, optimizer, options=options))
+    loaded = MasterWeights(twin.parameters(), torch.optim.Adagrad, fp8_moments=True)
+    dsd.set_optimizer_state_dict(twin, loaded, saved, options=options)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_same_state(dict(loaded.state[q]), dict(optimizer.state[p]))
 
 
 @pytest.mark.parametrize(
