@@ -354,9 +354,9 @@ def compute_intensive_ops() -> list[torch._ops.OpOverload]:
 
 
 def announce() -> None:
-    """Tell torch's FLOP counter and DTensor about the ops, as soon as these modules are imported.
+    """Tell torch's FLOP counter, DTensor and compiler about the ops, once these are imported.
 
-    Both take long to import, and the counter imports triton, so nothing here imports them. Code
+    They take long to import, and the counter imports triton, so nothing here imports them. Code
     that has imported them calls ops below a mode, with a DTensor, or in a trace, and is seen.
     """
     for name in [name for name in OPS.untold if name in sys.modules]:

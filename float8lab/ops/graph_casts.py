@@ -160,8 +160,8 @@ def _kind_of_batch(cast: Node) -> dict[str, object] | None:
     returns_amax = any(result.args[1] == _AMAX and result.users for result in cast.users)
     if block not in ((-1, -1), (1, -1), (128, 128)) or (returns_amax and block != (-1, -1)):
         return None
-    place = x.meta["val"].shape, x.meta["val"].device
-    return {**arguments, "inputs": place, "given": given is not None, "block": block}
+    shape, device = x.meta["val"].shape, x.meta["val"].device
+    return {**arguments, "inputs": (shape, device), "given": given is not None, "block": block}
 
 
 def _is_small_parameter(x: Node) -> bool:

@@ -31,7 +31,7 @@ from float8lab.arguments import check_callables, check_dtype, check_flags, check
 from float8lab.distributed.comm import shared_amaxes
 from float8lab.distributed.fsdp.weight import requantize_shards_, row_shard_of
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.optim.moments import MASTER, QDATA, ROUNDINGS, SCALE, Storage, check_state
+from float8lab.optim.moments import MASTER, ROUNDINGS, Storage, check_state, unnested
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import quantize_blocks, quantize_blocks_, requantize_blocks
 from float8lab.tensor.dtensor import local_of, with_local
@@ -242,7 +242,7 @@ class MasterWeights(torch.optim.Optimizer):
                 "state of an optimizer of the same model, made with the same groups."
             )
         items = state_dict["state"].items()
-        entries = {index: _unnested(entry) for index, entry in items if isinstance(entry, dict)}
+        entries = {index: unnested(entry) for index, entry in items if isinstance(entry, dict)}
         state_dict["state"] = {**state_dict["state"], **entries}
         # A flattened checkpoint has {} for missing entries.
         saved = {i: entry[MASTER] for i, entry in entries.items() if entry.get(MASTER, {}) != {}}
@@ -495,21 +495,6 @@ def _describes(value: Tensor, local: Tensor) -> bool:
         return torch.equal(value.to(local.dtype).view(torch.int16), local.view(torch.int16))
     expected = requantize_blocks(value, local.spec, local.scale, local.amax)
     return torch.equal(expected.view(torch.uint8), local.qdata.view(torch.uint8))
-
-
-def _unnested(entry: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state of a parameter with both tensors of a quantized moment beside the others.
-
-    Torch nests them in a dict if it unflattens a checkpoint for an optimizer that has, or makes at
-    once, a moment without FP8: it does not find the moment's own name in the checkpoint.
-    """
-    values: dict[str, Tensor] = {}
-    for name, value in entry.items():
-        nested: dict[str, Tensor] = {}
-        if isinstance(value, dict):
-            nested = {f"{name}.{key}": tensor for key, tensor in value.items()}
-        values |= nested if nested.keys() == {name + QDATA, name + SCALE} else {name: value}
-    return values
 
 
 def _copy_options(source: Sequence[_Group], destination: Sequence[_Group]) -> None:

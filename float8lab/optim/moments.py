@@ -28,7 +28,7 @@ from float8lab.ops.moments import dequantize_moment, quantize_moment_
 from float8lab.ops.reference.moments import BLOCK, round_stochastically
 from float8lab.tensor.dtensor import is_dtensor, local_of, with_local
 
-__all__ = ["MASTER", "QDATA", "ROUNDINGS", "SCALE", "Storage", "check_state"]
+__all__ = ["MASTER", "ROUNDINGS", "Storage", "check_state", "unnested"]
 
 MASTER = "master"
 """The key of a master in the ``state`` of a state_dict."""
@@ -181,6 +181,21 @@ def _quantized(entry: _Moments) -> list[str]:
 def _scale_shape(shape: torch.Size) -> torch.Size:
     """Return the shape of the scales of a moment or of its shard."""
     return torch.Size((*shape[:-1], *(-(-size // BLOCK) for size in shape[-1:])))
+
+
+def unnested(entry: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state of a parameter with both tensors of a quantized moment beside the others.
+
+    Torch nests them in a dict if it unflattens a checkpoint for an optimizer that has, or makes at
+    once, a moment without FP8: it does not find the moment's own name in the checkpoint.
+    """
+    values: dict[str, Tensor] = {}
+    for name, value in entry.items():
+        nested: dict[str, Tensor] = {}
+        if isinstance(value, dict):
+            nested = {f"{name}.{key}": tensor for key, tensor in value.items()}
+        values |= nested if nested.keys() == {name + QDATA, name + SCALE} else {name: value}
+    return values
 
 
 def check_state(index: int, p: Tensor, entry: _Moments) -> None:
