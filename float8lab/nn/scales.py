@@ -18,6 +18,7 @@ from float8lab.distributed.comm import TensorParallel
 from float8lab.formats import Spec
 from float8lab.nn.in_graph import GraphState, cast_in_graph
 from float8lab.ops import Groups, Prologue, amax_op, prologue_shape, round_up
+from float8lab.ops.cast import is_cast_at_once
 from float8lab.ops.operand import Operand, Quantized
 from float8lab.ops.reference import ALIGN
 from float8lab.recipes.delayed import DelayedSlots, Factors, QuantParams, own_amax
@@ -96,6 +97,10 @@ def _amax_params(x: Matrix, index: int) -> QuantParams | None:
     if not isinstance(x, Tensor) or index == W or not x.numel():
         return None
     if index == DY and x.shape[1] <= _SHORT_ROWS:
+        return None
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    if statically_known_true(is_cast_at_once(x)):  # the launch of the cast computes the amax, too
         return None
     return QuantParams.of_amax(x.abs().amax(1).amax().float().view(1, 1))
 

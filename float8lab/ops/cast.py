@@ -12,15 +12,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from float8lab.formats import SCALE_RULES, scale_shape, scales_by_column
+from float8lab.formats import HOPPER, SCALE_RULES, scale_shape, scales_by_column
 from float8lab.ops import reference
-from float8lab.ops.declare import declare
+from float8lab.ops.declare import capability_of, declare
 from float8lab.ops.reference import round_up
 
 __all__ = [
     "Prologue", "amax_op", "cast_many_op", "cast_op", "cast_outputs", "empty_scale", "groups_of",
-    "transpose_op", "value_of_op",
+    "is_cast_at_once", "transpose_op", "value_of_op",
 ]  # fmt: skip
+
+
+_MOST_AT_ONCE = 2**25
+"""The most elements of a matrix that is cast in one launch; larger ones take several launches."""
+
+
+def is_cast_at_once(x: Tensor) -> bool:
+    """Whether a GPU finds the amaxes of a matrix, and casts it, in a single launch."""
+    # Values of four bytes leave too few registers. In a graph, the last term may be symbolic.
+    on_hopper = HOPPER.includes(capability_of(x.device))
+    return on_hopper and x.element_size() == 2 and x.numel() <= _MOST_AT_ONCE
 
 
 def empty_scale(x: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:

@@ -27,6 +27,7 @@ from float8lab.ops.kernels import (
     attention,
     attention_backward,
     cast_many,
+    cast_words,
     cross_entropy,
     few_rows_gemm,
     grouped_cast,
@@ -255,6 +256,29 @@ def check_cast() -> None:
         assert_all_same(data, expected)
         assert_same(got, want)
         assert_sums_close(sums, expected_sums)
+
+
+def check_cast_at_once() -> None:
+    """A single program casts all tiles: the interpreter's programs do not run at the same time."""
+    kinds = (((-1, -1), "fp32", E4M3), ((1, -1), "pow2", E4M3), ((1, -1), "fp32", E5M2))
+    for rows, columns, align in ((300, 150, 16), (4, 65, 1), (1, 2, 16)):
+        x = matrix(rows, columns)
+        for block, rule, fp8_dtype in kinds:
+            options, outputs = (fp8_dtype, block, rule, 1e-3, align), [(True, True, True)]
+            if columns == 150:
+                outputs += [(False, True, False)] + [(True, False, False)] * (block == (-1, -1))
+            for rowwise, columnwise, sums in outputs:
+                with (
+                    unittest.mock.patch.object(cast_words, "_PROGRAMS_AT_ONCE", 1),
+                    unittest.mock.patch.object(
+                        cast_words._common, "multiprocessors", return_value=1
+                    ),
+                ):
+                    got = cast_words.cast_at_once(
+                        x, options, rowwise=rowwise, columnwise=columnwise, column_sum=sums
+                    )
+                want = ops.cast_op("", [x], BF16, *options, rowwise, columnwise, sums)
+                assert_same_casts(got, want)
 
 
 ORDER = torch.tensor([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])

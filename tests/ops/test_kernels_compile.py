@@ -36,6 +36,7 @@ from float8lab.ops.kernels import (
     attention_backward,
     cast_hopper,
     cast_many,
+    cast_words,
     cross_entropy,
     few_rows_gemm,
     grouped_cast,
@@ -104,6 +105,15 @@ def quantized_pair(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Any:  # fmt: skip
     return lambda: forms.quantize_pair(cast, x.to(dtype), E4M3, block, rule, 0.0, 16, column_sum)
+
+
+def cast_at_once(
+    block: tuple[int, int], rule: str = "fp32", fp8_dtype: torch.dtype = E4M3,
+    matrix: torch.Tensor = x, **outputs: bool,
+) -> Any:  # fmt: skip
+    outputs = {"rowwise": True, "columnwise": True, "column_sum": False, **outputs}
+    options = (fp8_dtype, block, rule, 0.0, 16)
+    return lambda: cast_words.cast_at_once(matrix, options, **outputs)
 
 
 def tiles(
@@ -349,6 +359,11 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "row-column-major": quantized((1, -1), matrix=x.t()),
     "row-both": quantized_pair((1, -1)),
     "row-both-sum": quantized_pair((1, -1), column_sum=True),
+    "at-once-tensor": cast_at_once((-1, -1), column_sum=True),
+    "at-once-tensor-by-rows": cast_at_once((-1, -1), "pow2", E5M2, columnwise=False),
+    "at-once-row": cast_at_once((1, -1), column_sum=True),
+    "at-once-row-float16": cast_at_once((1, -1), "pow2", E5M2, x.half()),
+    "at-once-row-transposed": cast_at_once((1, -1), rowwise=False),
     "1x128": quantized((1, 128)),
     "1x128-both": quantized_pair((1, 128)),
     "1x128-both-float32": quantized_pair((1, 128), dtype=torch.float32),
@@ -763,6 +778,8 @@ def test_kernels_compile_for_hopper_without_spills(name: str, tmp_path: Path) ->
             used = resources(compiled, tmp_path)
             assert used["STACK"] == used["LOCAL"] == 0, f"{launch[0].fn.__name__} spills: {used}"
             assert used["REG"] <= 168, f"{launch[0].fn.__name__} leaves no room for others: {used}"
+            if name.startswith("at-once"):
+                assert used["REG"] <= 128, "four programs of 128 threads must fit together"
             if name.startswith("tiles"):
                 check_three_tiles_share_a_multiprocessor(name, compiled, used["REG"])
 

@@ -70,6 +70,12 @@ WIDEN_FP16 = tl.constexpr("""{
     cvt.f32.f16 $0, low;
     cvt.f32.f16 $1, high;
 }""")
+_GRID_WORKSPACE = tl.constexpr("""{
+    .reg .b32 low, high;
+    mov.u32 low, %envreg2;
+    mov.u32 high, %envreg1;
+    mov.b64 $0, {low, high};
+}""")
 
 
 TRITON_DTYPES = {
@@ -329,6 +335,30 @@ def store_column_sum(sum_ptr, x0, x1, x2, x3, tile_m, columns, K):
     """Store column sums of a tile of words in row ``tile_m`` of contiguous [row tiles, K]."""
     x = (widen(x0) + widen(x1)) + (widen(x2) + widen(x3))
     tl.store(sum_ptr + tile_m * K + columns, tl.sum(x, 0), mask=columns < K)
+
+
+@triton.jit
+def wait_for_grid():
+    """Wait for all programs of a cooperative launch; what they stored before is visible then.
+
+    The driver gives each cooperative launch a workspace, and its address in two registers. The
+    second word of the workspace counts arrivals. The first program adds so much that the highest
+    bit flips when all have arrived; so the word never has to be cleared.
+    Source: the header ``cooperative_groups/details/driver_abi.h`` of CUDA.
+    """
+    if not INTERPRETED:  # the interpreter runs one program after another
+        program, programs = tl.program_id(0), tl.num_programs(0)
+        workspace = tl.inline_asm_elementwise(
+            _GRID_WORKSPACE, "=l,r", [program], dtype=tl.int64, is_pure=True, pack=1
+        )
+        arrivals_ptr = (workspace + 4).to(tl.pointer_type(tl.int32))
+        tl.debug_barrier()  # all threads of this program have stored
+        step = tl.where(program == 0, 0x7FFFFFFF - programs + 2, 1)
+        before = tl.atomic_add(arrivals_ptr, step, sem="release")
+        now = before
+        while (now ^ before) >= 0:
+            now = tl.atomic_add(arrivals_ptr, 0, sem="acquire")
+        tl.debug_barrier()
 
 
 @triton.jit

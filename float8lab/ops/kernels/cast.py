@@ -25,55 +25,31 @@ from float8lab.ops import reference
 from float8lab.ops.cast import empty_scale
 from float8lab.ops.kernels import _common
 from float8lab.ops.kernels import prologue as prologues
-from float8lab.ops.kernels._common import nan_for_infinity, scale_from_amax, widen
+from float8lab.ops.kernels._common import nan_for_infinity, scale_from_amax
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles
+from float8lab.ops.kernels.cast_words import (
+    PARTIALS,
+    Options,
+    amax_rows_columns,
+    cast_at_once,
+    cast_words,
+    encode_of_tensor,
+    fits_at_once,
+    partial_amax,
+)
 from float8lab.ops.kernels.dequantize import transpose
-from float8lab.ops.kernels.grouped_cast import _amax_rows_kernel as find_amaxes_of_rows
 from float8lab.ops.kernels.grouped_cast import cast_groups
-from float8lab.ops.kernels.prologue import Matrix, load, load_words, tile_of_program
-from float8lab.ops.kernels.prologue import _amax_kernel as find_amax
+from float8lab.ops.kernels.prologue import Matrix, load, tile_of_program
 from float8lab.ops.kernels.scaling import make_scales
 from float8lab.ops.reference import prologue_shape, round_up
 
 _LARGE_BLOCKS = _common.Tile(rows=128, columns=128, warps=16)
 """The tile for blocks that are taller than the usual tile: a tile must hold complete blocks."""
-_FLAT = _common.Tile(rows=1, columns=4096, warps=8)
 _COLUMN_MAJOR = _common.Tile(rows=64, columns=64, warps=4)
-_AMAX = _common.Tile(rows=128, columns=64, warps=4)
-_AMAX_OF_FLOAT32 = _common.Tile(rows=64, columns=64, warps=4)
-
-_PARTIALS = _common.next_power_of_2(prologues.AMAX_PROGRAMS)
-_AMAX_OF_PROLOGUE, _PROLOGUE_PROGRAMS = _common.Tile(rows=32, columns=128, warps=8), 32 * 132
-"""The tile, and the most programs, of the kernel that takes the amax of a prologue's values."""
 _ROW_CHUNK = 8192
 """A row of up to this many columns stays in registers between its amax and its cast."""
-
-_Options = tuple[torch.dtype, tuple[int, ...], str, float, int]
-"""The FP8 format, block, rule, epsilon and alignment."""
-
-
-def _partial_amax(matrix: Matrix) -> Tensor:
-    """Return up to ``_PARTIALS`` partial amaxes of a matrix, or the amax of a prologue, [1, 1]."""
-    prologue, inputs, dtype = matrix
-    shape: Sequence[int] = prologue_shape(prologue, inputs)
-    if prologue:
-        tile = _AMAX_OF_PROLOGUE
-        amax = inputs[0].new_zeros((1, 1), dtype=torch.float32)
-        programs = min(_common.grid_of(shape, tile)[0], _PROLOGUE_PROGRAMS)
-    else:
-        x = inputs[0]
-        x = x.t() if x.stride(0) < x.stride(1) else x
-        tile = _common.TILE
-        if x.is_contiguous():
-            x, tile = x.view(1, -1), _FLAT
-        inputs, shape = [x], x.shape
-        programs = min(_common.grid_of(shape, tile)[0], prologues.AMAX_PROGRAMS)
-        amax = x.new_empty(programs, dtype=torch.float32)
-    tensors, constants = prologues.arguments_of(prologue, inputs, dtype, tile)
-    find_amax[(programs,)](*tensors, amax, *shape, None, PARTIAL=not prologue, **constants)
-    return amax
 
 
 @replayed
@@ -86,78 +62,15 @@ def amax_of(
     if fits and block in ((1, -1), (-1, 1)):
         shape, by_row = prologue_shape(prologue, inputs), block[0] == 1
         bits = inputs[0].new_zeros(shape[0] if by_row else shape[1], dtype=torch.int32)
-        _amax_rows_columns(matrix, bits, 0, prologues.tile_for(prologue), by_row, not by_row)
+        amax_rows_columns(matrix, bits, 0, prologues.tile_for(prologue), by_row, not by_row)
         return bits.view(torch.float32).view((-1, 1) if by_row else (1, -1))
     if block != (-1, -1) or not fits:
         return reference.amax(prologues.value_of(*matrix) if prologue else inputs[0], block)
-    partial = _partial_amax(matrix)
+    partial = partial_amax(matrix)
     return partial if prologue else partial.amax().view(1, 1)
 
 
-def _amax_rows_columns(
-    matrix: Matrix, amaxes: Tensor, rows: int, tile: _common.Tile, rowwise: bool, columnwise: bool
-) -> None:
-    """Raise ``amaxes`` to those of a matrix: bit patterns of its rows, then of its columns."""
-    prologue, inputs, _ = matrix
-    shape = prologue_shape(prologue, inputs)
-    if not prologue:
-        tile = _AMAX if inputs[0].element_size() == 2 else _AMAX_OF_FLOAT32
-    tensors, constants = prologues.arguments_of(*matrix, tile)
-    find_amaxes_of_rows[_common.grid_of(shape, tile)](
-        *tensors, None, amaxes, *shape, None, 0, *shape, rows,
-        ROWWISE=rowwise, COLUMNWISE=columnwise, **constants,
-    )  # fmt: skip
-
-
-def _scales_of_rows(
-    matrix: Matrix, options: _Options, tile: _common.Tile, given: Tensor | None, *, rowwise: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return scales of rows and columns, the encode factors of both, and the columns' amaxes.
-
-    The amaxes are None unless only the columns are cast, of a matrix without a prologue. If the
-    amaxes of the columns are ``given``, only the columns are cast.
-    """
-    first, (fp8_dtype, _, rule, eps, align) = matrix[1][0], options
-    rows, columns = (round_up(size, align) for size in prologue_shape(*matrix[:2]))
-    amaxes = first.new_zeros(rows + columns, dtype=torch.int32)
-    if given is None:
-        _amax_rows_columns(matrix, amaxes, rows, tile, rowwise, columnwise=True)
-    else:
-        amaxes[rows:].view(torch.float32).copy_(given.view(-1))
-    only_columns = given is None and not rowwise and not matrix[0]
-    amax = amaxes[rows:].view(torch.float32).clone().view(-1, 1) if only_columns else None
-    scale, scale_t = (first.new_empty((n, 1), dtype=torch.float32) for n in (rows, columns))
-    make_scales(amaxes, scale, scale_t, fp8_dtype, rule, eps)
-    return scale, scale_t, amaxes.view(torch.float32), amax
-
-
 # Kernels for one orientation, with given factors or with one that the kernel makes of the amax.
-
-
-@triton.jit
-def _encode_of_tensor(
-    given_ptr,  # fp32: [programs] partial amaxes, or [1] the amax; the encode factor without RULE
-    scale_ptr, scale_t_ptr, amax_ptr,  # [1] fp32 to be written by RULE, or None
-    programs, eps, LIMIT: tl.constexpr, RULE: tl.constexpr, PARTIALS: tl.constexpr,
-):  # fmt: skip
-    """The encode factor of a tensor; the first program writes the scale and the amax."""
-    if PARTIALS == 1:
-        amax = tl.load(given_ptr)
-    else:
-        index = tl.arange(0, PARTIALS)
-        partial = tl.load(given_ptr + index, mask=index < programs, other=0.0)
-        amax = tl.max(_common.abs_bits(partial), 0).to(tl.float32, bitcast=True)
-    encode = amax
-    if RULE != "":
-        scale, encode = scale_from_amax(amax, tl.cast(eps, tl.float32), LIMIT, RULE)
-        if tl.program_id(0) == 0:
-            if scale_ptr is not None:
-                tl.store(scale_ptr, scale)
-            if scale_t_ptr is not None:
-                tl.store(scale_t_ptr, scale)
-            if amax_ptr is not None:
-                tl.store(amax_ptr, amax)
-    return encode
 
 
 @triton.jit
@@ -211,7 +124,7 @@ def _cast_kernel(
     amaxes = (given_ptr, scale_ptr, None, amax_ptr, programs, eps)
     encode = 1.0
     if VALUES.function != "" and RULE != "":  # fewer registers than after the loads
-        encode = _encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
+        encode = encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     x = load(inputs, rows, columns, tile_k, M, K, VALUES, TILE_K)
     if RULE == "":
@@ -221,7 +134,7 @@ def _cast_kernel(
         )  # fmt: skip
     else:
         if VALUES.function == "":
-            encode = _encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
+            encode = encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
         x = nan_for_infinity(x, q_ptr.dtype.element_ty).to(tl.float32)
         q = _common.saturate(x * encode, x, q_ptr.dtype.element_ty)
         _common.store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
@@ -242,7 +155,7 @@ def _cast(
         *tensors, given, slot, q, scale, amax,
         *prologue_shape(*matrix[:2]), *q.shape, programs, eps, *sizes,
         LIMIT=largest(q.dtype), RULE=rule if makes_scales else "",
-        PARTIALS=1 if programs == 1 else _PARTIALS,
+        PARTIALS=1 if programs == 1 else PARTIALS,
         BM=0 if makes_scales else block[0], BK=0 if makes_scales else block[1],
         DIVIDE=rule == "decode", **constants,
     )  # fmt: skip
@@ -362,7 +275,7 @@ def _quantize_blocks(
 
 
 def _cast_one_orientation(
-    matrix: Matrix, options: _Options, given: Tensor | None = None, slot: Tensor | None = None
+    matrix: Matrix, options: Options, given: Tensor | None = None, slot: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return FP8 data, scales and amaxes of one orientation of a matrix that is not empty.
 
@@ -391,116 +304,13 @@ def _cast_one_orientation(
         return q, scale, None
     scale = empty_scale(first, q.shape, block)
     if block == (-1, -1):
-        partial = _partial_amax(matrix) if given is None else given
+        partial = partial_amax(matrix) if given is None else given
         amax = None if prologue or given is not None else torch.empty_like(scale)
         _cast(matrix, q, partial, block, rule, eps, scale=scale, amax=amax)
         return q, scale, partial if prologue and given is None else amax
     if block == (1, -1):
         return q, scale, _quantize_rows(matrix, q, scale, rule, eps)
     return q, scale, _quantize_blocks(matrix, q, scale, block, rule, eps)
-
-
-# Kernels for both orientations or the transpose, with a scale per tensor or per row of each.
-
-
-@triton.jit
-def _write_words(
-    x0, x1, x2, x3, encode, encode_ptr, words, columns, q_ptr, q_t_ptr, ROWS, COLUMNS,
-    PER_ROW: tl.constexpr,
-):  # fmt: skip
-    """Write a tile with one factor; if PER_ROW, with those of its rows and columns in memory."""
-    dtype: tl.constexpr = q_t_ptr.dtype.element_ty
-    if PER_ROW:
-        encode = tl.load(encode_ptr + ROWS + columns, mask=columns < COLUMNS, other=1.0)[None, :]
-    w0, w1 = widen(nan_for_infinity(x0, dtype)), widen(nan_for_infinity(x1, dtype))
-    w2, w3 = widen(nan_for_infinity(x2, dtype)), widen(nan_for_infinity(x3, dtype))
-    packed = _common.pack_scaled(w0, w1, w2, w3, encode, dtype)
-    if q_ptr is not None:
-        for row in tl.static_range(4):
-            rows = 4 * words + row
-            if PER_ROW:
-                encode = tl.load(encode_ptr + rows, mask=rows < ROWS, other=1.0)[:, None]
-            x = widen(nan_for_infinity((x0, x1, x2, x3)[row], dtype))
-            q = _common.saturate(x * encode, x, dtype)
-            _common.store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
-    _common.store_words(q_t_ptr, packed, words, columns, ROWS, COLUMNS, ROWS)
-
-
-@launched(do_not_specialize_on_alignment=["slot_ptr"])
-def _cast_words_kernel(
-    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    given_ptr,  # fp32: the encode factor [1], or those of rows and columns [ROWS + COLUMNS] if
-    # PER_ROW, or the partial amaxes [programs] from which RULE makes scale and encode factor
-    slot_ptr,  # None or [1] fp32
-    q_ptr,  # None or [ROWS, COLUMNS] fp8
-    q_t_ptr,  # [COLUMNS, ROWS] fp8
-    scale_ptr, scale_t_ptr,  # [1] fp32, to be made by RULE
-    sum_ptr,  # None or [row tiles, K] fp32
-    M, K, ROWS, COLUMNS, programs, eps,
-    LIMIT: tl.constexpr, RULE: tl.constexpr, PARTIALS: tl.constexpr, PER_ROW: tl.constexpr,
-    VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    from_end: tl.constexpr = VALUES.function == "" and RULE != ""
-    tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K, from_end, VALUES.halves)
-    amaxes = (given_ptr, scale_ptr, scale_t_ptr, None, programs, eps)
-    encode = 1.0
-    if VALUES.function != "" and not PER_ROW:  # fewer registers than after the loads
-        encode = _encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
-    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
-    columns, halves = load_words(inputs, tile_m * TILE_M, tile_k, M, K, VALUES, TILE_M, TILE_K)
-    words = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
-    if VALUES.function == "" and not PER_ROW:
-        encode = _encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
-    for half in tl.static_range(2 if VALUES.halves else 1):
-        x0, x1, x2, x3 = halves[half]
-        if half == 1:
-            columns += K // 2
-        # The amax is recorded after the stores, which need not wait for it then, or before them
-        # where column sums leave too few registers for that.
-        if slot_ptr is not None and sum_ptr is not None:
-            _common.record_amax(slot_ptr, _common.largest_bits(x0, x1, x2, x3))
-        if sum_ptr is not None:
-            _common.store_column_sum(sum_ptr, x0, x1, x2, x3, tile_m, columns, K)
-        _write_words(
-            x0, x1, x2, x3, encode, given_ptr, words, columns, q_ptr, q_t_ptr, ROWS, COLUMNS,
-            PER_ROW,
-        )  # fmt: skip
-        if slot_ptr is not None and sum_ptr is None:
-            _common.record_amax(slot_ptr, _common.largest_bits(x0, x1, x2, x3))
-
-
-def _cast_words(
-    matrix: Matrix, options: _Options, given: Tensor | None, slot: Tensor | None, *,
-    rowwise: bool, column_sum: bool,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Return the op's results for a matrix whose padded columns consist of complete words."""
-    (prologue, inputs, _), (fp8_dtype, block, rule, eps, align) = matrix, options
-    first, shape = inputs[0], prologue_shape(prologue, inputs)
-    tile, amax = prologues.tile_for(prologue, words=True), None
-    rows, columns = (round_up(size, align) for size in shape)
-    if rule not in SCALE_RULES:
-        assert given is not None, "the rule says so"
-        scale = scale_t = None
-    elif block == (1, -1):
-        scale, scale_t, given, amax = _scales_of_rows(matrix, options, tile, given, rowwise=rowwise)
-    else:
-        scale, scale_t = (first.new_empty((1, 1), dtype=torch.float32) for _ in range(2))
-        if given is None:
-            given = _partial_amax(matrix)
-            amax = given if prologue and not rowwise else None
-    q = first.new_empty((rows, columns), dtype=fp8_dtype) if rowwise else None
-    q_t = first.new_empty((columns, rows), dtype=fp8_dtype)
-    sums = _common.empty_column_sums(first, shape, tile) if column_sum else None
-    tensors, constants = prologues.arguments_of(*matrix, tile)
-    is_per_tensor = block == (-1, -1) and scale is not None
-    _cast_words_kernel[_common.grid_of((rows, prologues.width_of_tiles(columns, constants)), tile)](
-        *tensors, given, slot, q, q_t, *((scale, scale_t) if is_per_tensor else (None, None)), sums,
-        *shape, rows, columns, given.numel(), eps,
-        LIMIT=largest(fp8_dtype), RULE=rule if is_per_tensor else "",
-        PARTIALS=1 if given.numel() == 1 else _PARTIALS, PER_ROW=block == (1, -1),
-        **constants,
-    )  # fmt: skip
-    return q, scale if rowwise else None, amax, q_t, scale_t, None if sums is None else sums.sum(0)
 
 
 @replayed
@@ -521,6 +331,10 @@ def cast(
     if not prologues.has_kernel(prologue, inputs, dtype) or (makes_scales and slot is not None):
         arguments: Any = (*options, rowwise, columnwise, dbias, given)
         return reference.cast(*matrix, *arguments, slot=slot)
+    if given is None and fits_at_once(matrix, options, columnwise=columnwise):
+        return cast_at_once(
+            first, options, rowwise=rowwise, columnwise=columnwise, column_sum=dbias
+        )
     has_block_amaxes = makes_scales and given is not None and block != (-1, -1)
     uses_words = prologue or given is not None or block == (1, -1)
     if both_orientations or (columnwise and uses_words):
@@ -533,7 +347,7 @@ def cast(
         is_per_tensor = block == (-1, -1) and rule != "decode"
         has_complete_words = round_up(prologue_shape(prologue, inputs)[0], align) % 4 == 0
         if has_complete_words and (is_per_tensor or (makes_scales and block == (1, -1))):
-            return _cast_words(matrix, options, given, slot, rowwise=rowwise, column_sum=dbias)
+            return cast_words(matrix, options, given, slot, rowwise=rowwise, column_sum=dbias)
     # Cast each orientation separately, or transpose the FP8 data where both have the same bytes.
     transposes = both_orientations and (block[0] == block[1] or not makes_scales)
     if prologue and (dbias or (columnwise and not transposes)):
