@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.common import gpu_events
 from float8lab.formats import E4M3, E5M2, HOPPER
 from float8lab.ops import reference
 from float8lab.ops.declare import capability_of
@@ -48,13 +49,6 @@ def assert_equal(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) ->
             assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
-def launches_of(run: Callable[[], object]) -> list[str]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    return [event.key for event in profile.key_averages()]
-
-
 @each_block
 @pytest.mark.parametrize("shape", [(4, 16), (300, 144), (2048, 512), (16384, 1536), (16, 100000)])
 @pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -73,8 +67,8 @@ def test_it_is_one_launch(block):
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
     options = (E4M3, block, "fp32", 0.0, 16, True, True)
     for _ in range(3):
-        names = launches_of(lambda: cast("", [x], x.dtype, *options))
-    assert names == ["_cast_at_once_kernel"]
+        events = gpu_events(lambda: cast("", [x], x.dtype, *options), cpu=True)
+    assert [event.name for event in events] == ["_cast_at_once_kernel"]
 
 
 @each_block

@@ -17,14 +17,13 @@ from torch import Tensor
 
 from float8lab.formats import SCALE_RULES, largest
 from float8lab.ops.cast import is_cast_at_once
-from float8lab.ops.kernels import _common
+from float8lab.ops.kernels import _common, scaling
 from float8lab.ops.kernels import prologue as prologues
 from float8lab.ops.kernels._common import nan_for_infinity, scale_from_amax, widen
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels.grouped_cast import _amax_rows_kernel as find_amaxes_of_rows
 from float8lab.ops.kernels.prologue import Matrix, load_bits, load_words, tile_of_program
 from float8lab.ops.kernels.prologue import _amax_kernel as find_amax
-from float8lab.ops.kernels.scaling import make_scales
 from float8lab.ops.reference import prologue_shape, round_up
 
 _FLAT = _common.Tile(rows=1, columns=4096, warps=8)
@@ -34,7 +33,6 @@ _AMAX_OF_FLOAT32 = _common.Tile(rows=64, columns=64, warps=4)
 _PROGRAMS_AT_ONCE = 3
 """Programs per multiprocessor that wait for each other. Four would fit: so a quarter of all
 multiprocessors may be busy, as with collectives, without a delay of the launch."""
-_CLEARED = tl.constexpr(1024)
 
 PARTIALS = _common.next_power_of_2(prologues.AMAX_PROGRAMS)
 _AMAX_OF_PROLOGUE, _PROLOGUE_PROGRAMS = _common.Tile(rows=32, columns=128, warps=8), 32 * 132
@@ -99,7 +97,7 @@ def _scales_of_rows(
     only_columns = given is None and not rowwise and not matrix[0]
     amax = amaxes[rows:].view(torch.float32).clone().view(-1, 1) if only_columns else None
     scale, scale_t = (first.new_empty((n, 1), dtype=torch.float32) for n in (rows, columns))
-    make_scales(amaxes, scale, scale_t, fp8_dtype, rule, eps)
+    scaling.make_scales(amaxes, scale, scale_t, fp8_dtype, rule, eps)
     return scale, scale_t, amaxes.view(torch.float32), amax
 
 
@@ -130,25 +128,15 @@ def encode_of_tensor(
 
 
 @triton.jit
-def _load_for_words(from_ptr, words, columns, ROWS, COLUMNS):
-    """Load what memory holds for each column and, in four parts, for each row of a tile."""
-    of_columns = tl.load(from_ptr + ROWS + columns, mask=columns < COLUMNS, other=1.0)
+def _load_factors(from_ptr, words, columns, ROWS, COLUMNS):
+    """Load the encode factor of each column and, in four parts, of each row of a tile."""
+    of_columns = tl.load(from_ptr + ROWS + columns, mask=columns < COLUMNS, other=1.0)[None, :]
     of_rows = ()
     for row in tl.static_range(4):
         rows = 4 * words + row
-        of_rows += (tl.load(from_ptr + rows, mask=rows < ROWS, other=1.0),)  # type: ignore[assignment]
+        of_part = tl.load(from_ptr + rows, mask=rows < ROWS, other=1.0)[:, None]
+        of_rows += (of_part,)  # type: ignore[assignment]
     return of_columns, of_rows
-
-
-@triton.jit
-def _encode_and_store(
-    amax, scale_ptr, index, limit, is_first, eps, LIMIT: tl.constexpr, RULE: tl.constexpr
-):
-    """Return the encode factors of rows or columns; the first tile of these stores the scales."""
-    scale, encode = scale_from_amax(amax, tl.cast(eps, tl.float32), LIMIT, RULE)
-    if scale_ptr is not None:
-        tl.store(scale_ptr + index, scale, mask=(index < limit) & is_first)
-    return encode
 
 
 @triton.jit
@@ -210,10 +198,7 @@ def _cast_words_kernel(
             _common.store_column_sum(sum_ptr, x0, x1, x2, x3, tile_m, columns, K)
         encode_t, encodes = encode, (encode, encode, encode, encode)
         if PER_ROW:
-            of_columns, of_rows = _load_for_words(given_ptr, words, columns, ROWS, COLUMNS)
-            encode_t, encodes = of_columns[None, :], ()
-            for row in tl.static_range(4):
-                encodes += (of_rows[row][:, None],)  # type: ignore[assignment]
+            encode_t, encodes = _load_factors(given_ptr, words, columns, ROWS, COLUMNS)
         _write_words(
             x0, x1, x2, x3, encode_t, encodes, words, columns, q_ptr, q_t_ptr, ROWS, COLUMNS
         )
@@ -262,7 +247,7 @@ def cast_words(
 def _cast_at_once_kernel(
     x_ptr, stride_xm, stride_xk,
     amax_ptr,  # fp32: [programs], the amax of all tiles of each; [ROWS + COLUMNS] if PER_ROW
-    result_ptr,  # None or [1] fp32: the amax
+    result_ptr,  # None, or fp32: the amax [1]; those of the columns [COLUMNS] if PER_ROW
     q_ptr,  # None or [ROWS, COLUMNS] fp8
     q_t_ptr,  # None or [COLUMNS, ROWS] fp8
     scale_ptr, scale_t_ptr,  # None, or fp32: [1]; [ROWS] and [COLUMNS] if PER_ROW
@@ -275,10 +260,10 @@ def _cast_at_once_kernel(
     inputs = (x_ptr, None, None, None, None, stride_xm, stride_xk, 1, 1)
     program, programs = tl.program_id(0), tl.num_programs(0)
     bits_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    part = tl.arange(0, TILE_M)
     if PER_ROW:
-        for start in range(program * _CLEARED, ROWS + COLUMNS, programs * _CLEARED):
-            index = start + tl.arange(0, _CLEARED)
-            tl.store(bits_ptr + index, 0, mask=index < ROWS + COLUMNS)
+        for start in range(program * TILE_M, ROWS + COLUMNS, programs * TILE_M):
+            tl.store(bits_ptr + start + part, 0, mask=start + part < ROWS + COLUMNS)
         _common.wait_for_grid()
     tiles = tl.cdiv(ROWS, TILE_M) * tl.cdiv(COLUMNS, TILE_K)
     bits = tl.zeros([TILE_M, TILE_K], tl.int32)
@@ -295,7 +280,18 @@ def _cast_at_once_kernel(
         tl.store(bits_ptr + program, tl.max(tl.max(bits, 1), 0))
     _common.wait_for_grid()
     encode = 1.0
-    if not PER_ROW:
+    if PER_ROW:
+        for start in range(program * TILE_M, ROWS + COLUMNS, programs * TILE_M):
+            if result_ptr is not None:
+                column = start + part - ROWS
+                is_column = (column >= 0) & (column < COLUMNS)
+                amax = tl.load(amax_ptr + start + part, mask=is_column, other=0.0)
+                tl.store(result_ptr + column, amax, mask=is_column)
+            scaling.write_scales(
+                bits_ptr, scale_ptr, scale_t_ptr, start + part, ROWS, COLUMNS, eps, LIMIT, RULE
+            )
+        _common.wait_for_grid()
+    else:
         amaxes = (amax_ptr, scale_ptr, scale_t_ptr, result_ptr, programs, eps)
         encode = encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
     # In the opposite order, since the cache still holds the last tiles.
@@ -309,13 +305,7 @@ def _cast_at_once_kernel(
         x0, x1, x2, x3 = halves[0]
         encode_t, encodes = encode, (encode, encode, encode, encode)
         if PER_ROW:
-            of_columns, of_rows = _load_for_words(amax_ptr, words, columns, ROWS, COLUMNS)
-            place = (scale_t_ptr, columns, COLUMNS, tile_m == 0)
-            encode_t, encodes = _encode_and_store(of_columns, *place, eps, LIMIT, RULE)[None, :], ()
-            for row in tl.static_range(4):
-                place = (scale_ptr, 4 * words + row, ROWS, tile_k == 0)
-                factors = _encode_and_store(of_rows[row], *place, eps, LIMIT, RULE)
-                encodes += (factors[:, None],)  # type: ignore[assignment]
+            encode_t, encodes = _load_factors(amax_ptr, words, columns, ROWS, COLUMNS)
         if sum_ptr is not None:
             _common.store_column_sum(sum_ptr, x0, x1, x2, x3, tile_m, columns, K)
         _write_words(
@@ -348,15 +338,11 @@ def cast_at_once(
     grid = _common.grid_of((rows, columns), tile)
     programs = min(*grid, _PROGRAMS_AT_ONCE * _common.multiprocessors(x.device))
     amaxes = new(rows + columns if is_per_row else programs)
-    amax = None
-    if rowwise != columnwise and not is_per_row:
-        amax = new((1, 1))
+    amax = None if rowwise and columnwise else new((columns if is_per_row else 1, 1))
     constants = prologues.arguments_of("", [x], x.dtype, tile)[1]
     _cast_at_once_kernel[(programs,)](
         x, *x.stride(), amaxes, amax, q, q_t, scale, scale_t, sums, *x.shape, rows, columns, eps,
         LIMIT=largest(fp8_dtype), RULE=rule, PARTIALS=_common.next_power_of_2(programs),
         PER_ROW=is_per_row, **constants, launch_cooperative_grid=True, maxnreg=128,
     )  # fmt: skip
-    if rowwise != columnwise and is_per_row:
-        amax = amaxes[rows:].clone().view(-1, 1)
     return q, scale, amax, q_t, scale_t, None if sums is None else sums.sum(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -16,22 +17,31 @@ _SCALES = 256
 """Scales that one program of ``_scales_kernel`` makes."""
 
 
-@launched
-def _scales_kernel(
+@triton.jit
+def write_scales(
     amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns; encode factors replace them
-    scale_ptr,  # [ROWS] fp32
-    scale_t_ptr,  # [COLUMNS] fp32
-    ROWS, COLUMNS, eps,
-    LIMIT: tl.constexpr, RULE: tl.constexpr, SIZE: tl.constexpr,
+    scale_ptr, scale_t_ptr,  # [ROWS] and [COLUMNS] fp32, or None
+    index, ROWS, COLUMNS, eps, LIMIT: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
-    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    """Make the scales and encode factors of some rows and columns from their amaxes."""
     bits = tl.load(amax_ptr + index, mask=index < ROWS + COLUMNS, other=0)
     eps = tl.cast(eps, tl.float32)
     scale, encode = _common.scale_from_amax(bits.to(tl.float32, bitcast=True), eps, LIMIT, RULE)
     tl.store(amax_ptr + index, encode.to(tl.int32, bitcast=True), mask=index < ROWS + COLUMNS)
-    tl.store(scale_ptr + index, scale, mask=index < ROWS)
-    column = index - ROWS
-    tl.store(scale_t_ptr + column, scale, mask=(column >= 0) & (column < COLUMNS))
+    if scale_ptr is not None:
+        tl.store(scale_ptr + index, scale, mask=index < ROWS)
+    if scale_t_ptr is not None:
+        column = index - ROWS
+        tl.store(scale_t_ptr + column, scale, mask=(column >= 0) & (column < COLUMNS))
+
+
+@launched
+def _scales_kernel(
+    amax_ptr, scale_ptr, scale_t_ptr, ROWS, COLUMNS, eps,
+    LIMIT: tl.constexpr, RULE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    write_scales(amax_ptr, scale_ptr, scale_t_ptr, index, ROWS, COLUMNS, eps, LIMIT, RULE)
 
 
 def make_scales(
