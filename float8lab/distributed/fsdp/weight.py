@@ -245,12 +245,21 @@ def reduced_amaxes(
         for floats, row_shard in zip(flat.split(sizes), row_shards, strict=True)
     ]
     targets, values = [], []
+    plain: list[tuple[Tensor, Tensor]] = []  # numbers for amaxes of complete shards, and the shards
     for amax, row_shard, shard in zip(amaxes, row_shards, shards, strict=True):
-        if shard is not None:
+        if shard is None or not shard.numel():
+            continue
+        if shard.device != device:
+            shard = shard.detach().to(device, non_blocking=True)
+        if row_shard.spec.per_tensor and not isinstance(shard, Float8Tensor):
+            plain.append((amax.view(()), shard))
+        else:
             targets += [amax[blocks] for _, blocks in row_shard.segments]
-            if shard.device != device:
-                shard = shard.detach().to(device, non_blocking=True)
             values += _shard_amaxes(shard, row_shard)
+    if plain:  # a call for all of them takes the CPU less time than a call for each
+        numbers, matrices = zip(*plain, strict=True)
+        targets += numbers
+        values += torch._foreach_norm(matrices, math.inf)
     if targets:
         torch._foreach_copy_(targets, values)
     if mesh.size() > 1:
