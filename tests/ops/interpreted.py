@@ -274,9 +274,10 @@ def check_cast_at_once() -> None:
                         cast_words._common, "multiprocessors", return_value=1
                     ),
                 ):
-                    got = cast_words.cast_at_once(
-                        x, options, rowwise=rowwise, columnwise=columnwise, column_sum=sums
-                    )
+                    got = cast_words.cast_words(
+                        ("", [x], BF16), options, None, None, rowwise=rowwise,
+                        columnwise=columnwise, column_sum=sums, at_once=True,
+                    )  # fmt: skip
                 want = ops.cast_op("", [x], BF16, *options, rowwise, columnwise, sums)
                 assert_same_casts(got, want)
 

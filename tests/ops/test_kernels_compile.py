@@ -113,7 +113,8 @@ def cast_at_once(
 ) -> Any:  # fmt: skip
     outputs = {"rowwise": True, "columnwise": True, "column_sum": False, **outputs}
     options = (fp8_dtype, block, rule, 0.0, 16)
-    return lambda: cast_words.cast_at_once(matrix, options, **outputs)
+    arguments = (("", [matrix], matrix.dtype), options, None, None)
+    return lambda: cast_words.cast_words(*arguments, **outputs, at_once=True)
 
 
 def tiles(

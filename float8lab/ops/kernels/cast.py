@@ -33,7 +33,6 @@ from float8lab.ops.kernels.cast_words import (
     PARTIALS,
     Options,
     amax_rows_columns,
-    cast_at_once,
     cast_words,
     encode_of_tensor,
     fits_at_once,
@@ -332,9 +331,8 @@ def cast(
         arguments: Any = (*options, rowwise, columnwise, dbias, given)
         return reference.cast(*matrix, *arguments, slot=slot)
     if given is None and fits_at_once(matrix, options, columnwise=columnwise):
-        return cast_at_once(
-            first, options, rowwise=rowwise, columnwise=columnwise, column_sum=dbias
-        )
+        outputs = {"rowwise": rowwise, "columnwise": columnwise, "column_sum": dbias}
+        return cast_words(matrix, options, None, None, **outputs, at_once=True)
     has_block_amaxes = makes_scales and given is not None and block != (-1, -1)
     uses_words = prologue or given is not None or block == (1, -1)
     if both_orientations or (columnwise and uses_words):

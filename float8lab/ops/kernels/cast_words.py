@@ -6,7 +6,6 @@ by words of four rows, as ``load_words`` says, so ROWS must be divisible by 4.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -161,31 +160,19 @@ def _write_words(
         _common.store_words(q_t_ptr, packed, words, columns, ROWS, COLUMNS, ROWS)
 
 
-@launched(do_not_specialize_on_alignment=["slot_ptr"])
-def _cast_words_kernel(
-    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    given_ptr,  # fp32: the encode factor [1], or those of rows and columns [ROWS + COLUMNS] if
-    # PER_ROW, or the partial amaxes [programs] from which RULE makes scale and encode factor
-    slot_ptr,  # None or [1] fp32
-    q_ptr,  # None or [ROWS, COLUMNS] fp8
-    q_t_ptr,  # [COLUMNS, ROWS] fp8
-    scale_ptr, scale_t_ptr,  # [1] fp32, to be made by RULE
-    sum_ptr,  # None or [row tiles, K] fp32
-    M, K, ROWS, COLUMNS, programs, eps,
+@triton.jit
+def _cast_tile(
+    inputs, tile_m, tile_k,
+    encode, given,  # the encode factor of the matrix, or the arguments that give it
+    from_ptr, slot_ptr, q_ptr, q_t_ptr, sum_ptr, M, K, ROWS, COLUMNS,
     LIMIT: tl.constexpr, RULE: tl.constexpr, PARTIALS: tl.constexpr, PER_ROW: tl.constexpr,
-    VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    AT_ONCE: tl.constexpr, VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    from_end: tl.constexpr = VALUES.function == "" and RULE != ""
-    tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K, from_end, VALUES.halves)
-    amaxes = (given_ptr, scale_ptr, scale_t_ptr, None, programs, eps)
-    encode = 1.0
-    if VALUES.function != "" and not PER_ROW:  # fewer registers than after the loads
-        encode = encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
-    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
+    """Cast a tile and, if asked to, record its amax and store its column sums."""
     columns, halves = load_words(inputs, tile_m * TILE_M, tile_k, M, K, VALUES, TILE_M, TILE_K)
     words = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
-    if VALUES.function == "" and not PER_ROW:
-        encode = encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
+    if VALUES.function == "" and not (PER_ROW or AT_ONCE):
+        encode = encode_of_tensor(*given, LIMIT, RULE, PARTIALS)
     for half in tl.static_range(2 if VALUES.halves else 1):
         x0, x1, x2, x3 = halves[half]
         if half == 1:
@@ -198,7 +185,7 @@ def _cast_words_kernel(
             _common.store_column_sum(sum_ptr, x0, x1, x2, x3, tile_m, columns, K)
         encode_t, encodes = encode, (encode, encode, encode, encode)
         if PER_ROW:
-            encode_t, encodes = _load_factors(given_ptr, words, columns, ROWS, COLUMNS)
+            encode_t, encodes = _load_factors(from_ptr, words, columns, ROWS, COLUMNS)
         _write_words(
             x0, x1, x2, x3, encode_t, encodes, words, columns, q_ptr, q_t_ptr, ROWS, COLUMNS
         )
@@ -206,66 +193,19 @@ def _cast_words_kernel(
             _common.record_amax(slot_ptr, _common.largest_bits(x0, x1, x2, x3))
 
 
-def cast_words(
-    matrix: Matrix, options: Options, given: Tensor | None, slot: Tensor | None, *,
-    rowwise: bool, column_sum: bool,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Return the op's results for a matrix whose padded columns consist of complete words."""
-    (prologue, inputs, _), (fp8_dtype, block, rule, eps, align) = matrix, options
-    first, shape = inputs[0], prologue_shape(prologue, inputs)
-    tile, amax = prologues.tile_for(prologue, words=True), None
-    rows, columns = (round_up(size, align) for size in shape)
-    if rule not in SCALE_RULES:
-        assert given is not None, "the rule says so"
-        scale = scale_t = None
-    elif block == (1, -1):
-        scale, scale_t, given, amax = _scales_of_rows(matrix, options, tile, given, rowwise=rowwise)
-    else:
-        scale, scale_t = (first.new_empty((1, 1), dtype=torch.float32) for _ in range(2))
-        if given is None:
-            given = partial_amax(matrix)
-            amax = given if prologue and not rowwise else None
-    q = first.new_empty((rows, columns), dtype=fp8_dtype) if rowwise else None
-    q_t = first.new_empty((columns, rows), dtype=fp8_dtype)
-    sums = _common.empty_column_sums(first, shape, tile) if column_sum else None
-    tensors, constants = prologues.arguments_of(*matrix, tile)
-    is_per_tensor = block == (-1, -1) and scale is not None
-    _cast_words_kernel[_common.grid_of((rows, prologues.width_of_tiles(columns, constants)), tile)](
-        *tensors, given, slot, q, q_t, *((scale, scale_t) if is_per_tensor else (None, None)), sums,
-        *shape, rows, columns, given.numel(), eps,
-        LIMIT=largest(fp8_dtype), RULE=rule if is_per_tensor else "",
-        PARTIALS=1 if given.numel() == 1 else PARTIALS, PER_ROW=block == (1, -1),
-        **constants,
-    )  # fmt: skip
-    return q, scale if rowwise else None, amax, q_t, scale_t, None if sums is None else sums.sum(0)
-
-
-# The kernel for both orientations, or one, of a small matrix.
-
-
-@launched(do_not_specialize=["M"])
-def _cast_at_once_kernel(
-    x_ptr, stride_xm, stride_xk,
-    amax_ptr,  # fp32: [programs], the amax of all tiles of each; [ROWS + COLUMNS] if PER_ROW
-    result_ptr,  # None, or fp32: the amax [1]; those of the columns [COLUMNS] if PER_ROW
-    q_ptr,  # None or [ROWS, COLUMNS] fp8
-    q_t_ptr,  # None or [COLUMNS, ROWS] fp8
-    scale_ptr, scale_t_ptr,  # None, or fp32: [1]; [ROWS] and [COLUMNS] if PER_ROW
-    sum_ptr,  # None or [row tiles, K] fp32
-    M, K, ROWS, COLUMNS, eps,
-    LIMIT: tl.constexpr, RULE: tl.constexpr, PARTIALS: tl.constexpr, PER_ROW: tl.constexpr,
-    VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+@triton.jit
+def _find_amaxes(
+    inputs, amax_ptr, tiles, M, K, ROWS, COLUMNS, PER_ROW: tl.constexpr, VALUES: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Find the amaxes, wait for all programs, and cast: a single launch instead of two or four."""
-    inputs = (x_ptr, None, None, None, None, stride_xm, stride_xk, 1, 1)
+    """Write the amax of all tiles of each program; if PER_ROW, those of rows and columns."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     bits_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    part = tl.arange(0, TILE_M)
     if PER_ROW:
         for start in range(program * TILE_M, ROWS + COLUMNS, programs * TILE_M):
-            tl.store(bits_ptr + start + part, 0, mask=start + part < ROWS + COLUMNS)
+            index = start + tl.arange(0, TILE_M)
+            tl.store(bits_ptr + index, 0, mask=index < ROWS + COLUMNS)
         _common.wait_for_grid()
-    tiles = tl.cdiv(ROWS, TILE_M) * tl.cdiv(COLUMNS, TILE_K)
     bits = tl.zeros([TILE_M, TILE_K], tl.int32)
     for tile in range(program, tiles, programs):
         _, tile_k, rows, columns = _common.tile_indices(COLUMNS, TILE_M, TILE_K, tile)
@@ -279,42 +219,86 @@ def _cast_at_once_kernel(
     if not PER_ROW:
         tl.store(bits_ptr + program, tl.max(tl.max(bits, 1), 0))
     _common.wait_for_grid()
+
+
+@triton.jit
+def _scale_rows(
+    amax_ptr, scale_ptr, scale_t_ptr, result_ptr, ROWS, COLUMNS, eps,
+    LIMIT: tl.constexpr, RULE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Replace the amaxes of rows and columns by encode factors; write scales, and the columns'
+    amaxes unless ``result_ptr`` is None."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    bits_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    for start in range(program * SIZE, ROWS + COLUMNS, programs * SIZE):
+        index = start + tl.arange(0, SIZE)
+        if result_ptr is not None:
+            mask = (index >= ROWS) & (index < ROWS + COLUMNS)
+            amax = tl.load(amax_ptr + index, mask=mask, other=0.0)
+            tl.store(result_ptr + index - ROWS, amax, mask=mask)
+        scaling.write_scales(
+            bits_ptr, scale_ptr, scale_t_ptr, index, ROWS, COLUMNS, eps, LIMIT, RULE
+        )
+    _common.wait_for_grid()
+
+
+@launched(do_not_specialize_on_alignment=["slot_ptr"])
+def _cast_words_kernel(
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
+    given_ptr,  # fp32: the encode factor [1], or those of rows and columns [ROWS + COLUMNS] if
+    # PER_ROW, or the partial amaxes [programs] from which RULE makes scale and encode factor;
+    # if AT_ONCE, memory for partial amaxes, or for the amaxes of rows and columns
+    slot_ptr,  # None or [1] fp32
+    q_ptr,  # None or [ROWS, COLUMNS] fp8
+    q_t_ptr,  # None or [COLUMNS, ROWS] fp8
+    scale_ptr, scale_t_ptr,  # fp32, to be made by RULE: [1]; or [ROWS] and [COLUMNS] if PER_ROW
+    result_ptr,  # None or fp32: the amax [1], or those of the columns [COLUMNS]
+    sum_ptr,  # None or [row tiles, K] fp32
+    M, K, ROWS, COLUMNS, programs, eps,
+    LIMIT: tl.constexpr, RULE: tl.constexpr, PARTIALS: tl.constexpr, PER_ROW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Cast a tile with given factors or amaxes. With AT_ONCE, a cooperative launch finds the amaxes
+    of the matrix itself; then its programs wait for each other, and each casts several tiles."""
+    inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
+    given = (given_ptr, scale_ptr, scale_t_ptr, result_ptr, programs, eps)
+    outputs = (given_ptr, slot_ptr, q_ptr, q_t_ptr, sum_ptr, M, K, ROWS, COLUMNS)
     encode = 1.0
-    if PER_ROW:
-        for start in range(program * TILE_M, ROWS + COLUMNS, programs * TILE_M):
-            if result_ptr is not None:
-                column = start + part - ROWS
-                is_column = (column >= 0) & (column < COLUMNS)
-                amax = tl.load(amax_ptr + start + part, mask=is_column, other=0.0)
-                tl.store(result_ptr + column, amax, mask=is_column)
-            scaling.write_scales(
-                bits_ptr, scale_ptr, scale_t_ptr, start + part, ROWS, COLUMNS, eps, LIMIT, RULE
-            )
-        _common.wait_for_grid()
-    else:
-        amaxes = (amax_ptr, scale_ptr, scale_t_ptr, result_ptr, programs, eps)
-        encode = encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
-    # In the opposite order, since the cache still holds the last tiles.
-    last = program + (tiles - 1 - program) // programs * programs
-    for index in range(program, tiles, programs):
-        tile_m, tile_k, _, columns = _common.tile_indices(
-            COLUMNS, TILE_M, TILE_K, last + program - index
-        )
-        words = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
-        _, halves = load_words(inputs, tile_m * TILE_M, tile_k, M, K, VALUES, TILE_M, TILE_K)
-        x0, x1, x2, x3 = halves[0]
-        encode_t, encodes = encode, (encode, encode, encode, encode)
+    if AT_ONCE:
+        program, stride = tl.program_id(0), tl.num_programs(0)
+        tiles_k = tl.cdiv(COLUMNS, TILE_K)
+        tiles = tl.cdiv(ROWS, TILE_M) * tiles_k
+        _find_amaxes(inputs, given_ptr, tiles, M, K, ROWS, COLUMNS, PER_ROW, VALUES, TILE_M, TILE_K)
         if PER_ROW:
-            encode_t, encodes = _load_factors(amax_ptr, words, columns, ROWS, COLUMNS)
-        if sum_ptr is not None:
-            _common.store_column_sum(sum_ptr, x0, x1, x2, x3, tile_m, columns, K)
-        _write_words(
-            x0, x1, x2, x3, encode_t, encodes, words, columns, q_ptr, q_t_ptr, ROWS, COLUMNS
-        )
+            _scale_rows(
+                given_ptr, scale_ptr, scale_t_ptr, result_ptr, ROWS, COLUMNS, eps,
+                LIMIT, RULE, TILE_M,
+            )  # fmt: skip
+        else:
+            encode = encode_of_tensor(*given, LIMIT, RULE, PARTIALS)
+        # In the opposite order, since the cache still holds the last tiles.
+        last = program + (tiles - 1 - program) // stride * stride
+        for index in range(program, tiles, stride):
+            number = last + program - index
+            tile_m, tile_k = (number // tiles_k).to(tl.int64), (number % tiles_k).to(tl.int64)
+            _cast_tile(
+                inputs, tile_m, tile_k, encode, given, *outputs,
+                LIMIT, RULE, PARTIALS, PER_ROW, AT_ONCE, VALUES, TILE_M, TILE_K,
+            )  # fmt: skip
+    else:
+        from_end: tl.constexpr = VALUES.function == "" and RULE != ""
+        tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K, from_end, VALUES.halves)
+        if VALUES.function != "" and not PER_ROW:  # fewer registers than after the loads
+            encode = encode_of_tensor(*given, LIMIT, RULE, PARTIALS)
+        _cast_tile(
+            inputs, tile_m, tile_k, encode, given, *outputs,
+            LIMIT, RULE, PARTIALS, PER_ROW, AT_ONCE, VALUES, TILE_M, TILE_K,
+        )  # fmt: skip
 
 
 def fits_at_once(matrix: Matrix, options: Options, *, columnwise: bool) -> bool:
-    """Whether ``cast_at_once`` can cast a matrix whose amaxes are not given."""
+    """Whether a single launch can find the amaxes of a matrix and cast it."""
     (prologue, (x, *_), _), (_, block, rule, _, align) = matrix, options
     has_words = not round_up(x.shape[0], align) % 4
     if prologue or rule not in SCALE_RULES or not (x.is_cuda and has_words):
@@ -322,27 +306,48 @@ def fits_at_once(matrix: Matrix, options: Options, *, columnwise: bool) -> bool:
     return (block == (-1, -1) or (block == (1, -1) and columnwise)) and is_cast_at_once(x)
 
 
-def cast_at_once(
-    x: Tensor, options: Options, *, rowwise: bool, columnwise: bool, column_sum: bool
-) -> tuple[Any, ...]:
-    """Return the op's results for a matrix that ``fits_at_once``."""
-    fp8_dtype, block, rule, eps, align = options
-    rows, columns = (round_up(size, align) for size in x.shape)
-    tile, is_per_row = prologues.WORDS_OF_MATRIX, block == (1, -1)
-    new = functools.partial(x.new_empty, dtype=torch.float32)
-    q = x.new_empty((rows, columns), dtype=fp8_dtype) if rowwise else None
-    q_t = x.new_empty((columns, rows), dtype=fp8_dtype) if columnwise else None
-    scale = new((rows if is_per_row else 1, 1)) if rowwise else None
-    scale_t = new((columns if is_per_row else 1, 1)) if columnwise else None
-    sums = _common.empty_column_sums(x, x.shape, tile) if column_sum else None
-    grid = _common.grid_of((rows, columns), tile)
-    programs = min(*grid, _PROGRAMS_AT_ONCE * _common.multiprocessors(x.device))
-    amaxes = new(rows + columns if is_per_row else programs)
-    amax = None if rowwise and columnwise else new((columns if is_per_row else 1, 1))
-    constants = prologues.arguments_of("", [x], x.dtype, tile)[1]
-    _cast_at_once_kernel[(programs,)](
-        x, *x.stride(), amaxes, amax, q, q_t, scale, scale_t, sums, *x.shape, rows, columns, eps,
-        LIMIT=largest(fp8_dtype), RULE=rule, PARTIALS=_common.next_power_of_2(programs),
-        PER_ROW=is_per_row, **constants, launch_cooperative_grid=True, maxnreg=128,
+def cast_words(
+    matrix: Matrix, options: Options, given: Tensor | None, slot: Tensor | None, *,
+    rowwise: bool, columnwise: bool = True, column_sum: bool, at_once: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the op's results for a matrix whose padded columns consist of complete words.
+
+    Without ``at_once``, which needs a matrix that ``fits_at_once``, the results are columnwise."""
+    (prologue, inputs, _), (fp8_dtype, block, rule, eps, align) = matrix, options
+    first, shape = inputs[0], prologue_shape(prologue, inputs)
+    tile, amax = prologues.tile_for(prologue, words=True), None
+    rows, columns = (round_up(size, align) for size in shape)
+    tensors, constants = prologues.arguments_of(*matrix, tile)
+    grid = _common.grid_of((rows, prologues.width_of_tiles(columns, constants)), tile)
+    is_per_row = block == (1, -1)
+    if rule not in SCALE_RULES:
+        assert given is not None, "the rule says so"
+        scale = scale_t = None
+    elif is_per_row and not at_once:
+        scale, scale_t, given, amax = _scales_of_rows(matrix, options, tile, given, rowwise=rowwise)
+    else:
+        sizes = (rows, columns) if is_per_row else (1, 1)
+        scale, scale_t = (first.new_empty((n, 1), dtype=torch.float32) for n in sizes)
+        if at_once:
+            programs = _PROGRAMS_AT_ONCE * _common.multiprocessors(first.device)
+            grid = (min(*grid, programs),)
+            given = first.new_empty(rows + columns if is_per_row else grid, dtype=torch.float32)
+            amax = None if rowwise and columnwise else torch.empty_like(scale_t)
+            constants |= {"launch_cooperative_grid": True, "maxnreg": 128}
+        elif given is None:
+            given = partial_amax(matrix)
+            amax = given if prologue and not rowwise else None
+    q = first.new_empty((rows, columns), dtype=fp8_dtype) if rowwise else None
+    q_t = first.new_empty((columns, rows), dtype=fp8_dtype) if columnwise else None
+    sums = _common.empty_column_sums(first, shape, tile) if column_sum else None
+    makes_scales = scale is not None and (at_once or not is_per_row)
+    scales = (scale, scale_t) if makes_scales else (None, None)
+    _cast_words_kernel[grid](
+        *tensors, given, slot, q, q_t, *scales, amax if at_once else None, sums, *shape,
+        rows, columns, given.numel(), eps,
+        LIMIT=largest(fp8_dtype), RULE=rule if makes_scales else "",
+        PARTIALS=1 if given.numel() == 1 else PARTIALS, PER_ROW=is_per_row, AT_ONCE=at_once,
+        **constants,
     )  # fmt: skip
-    return q, scale, amax, q_t, scale_t, None if sums is None else sums.sum(0)
+    sums = None if sums is None else sums.sum(0)
+    return q, scale if rowwise else None, amax, q_t, scale_t if columnwise else None, sums
