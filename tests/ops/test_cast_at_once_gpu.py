@@ -17,6 +17,7 @@ from float8lab.ops.kernels.cast import cast
 pytestmark = pytest.mark.gpu
 
 TENSOR, ROW = (-1, -1), (1, -1)
+SHAPES = (1, 48), (4, 16), (300, 144), (2048, 512), (16384, 1536), (16, 100000)
 each_block = pytest.mark.parametrize("block", [TENSOR, ROW], ids=["tensor", "row"])
 
 
@@ -50,7 +51,9 @@ def assert_equal(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) ->
 
 
 @each_block
-@pytest.mark.parametrize("shape", [(4, 16), (300, 144), (2048, 512), (16384, 1536), (16, 100000)])
+@pytest.mark.parametrize(
+    "shape", [(1, 48), (4, 16), (300, 144), (2048, 512), (16384, 1536), (16, 100000)]
+)
 @pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 def test_one_launch_gives_the_bytes_of_several(monkeypatch, block, shape, fp8_dtype):
     x = torch.randn(shape, device="cuda") * torch.logspace(-3, 3, shape[1], device="cuda")

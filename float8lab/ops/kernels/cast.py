@@ -2,9 +2,9 @@
 
 M and K are the rows and columns of the matrix that is cast, which a prologue may compute; ROWS and
 COLUMNS are the same after padding to the alignment. Every kernel gives the bytes of
-``ops/reference``. Kernels that write the transpose read their tile by words, as ``load_words``
-says, so ROWS must be divisible by 4; ``cast_hopper.py`` has the kernel for blocks of two-byte
-values. Where no kernel writes both orientations, each orientation is cast separately.
+``ops/reference``. ``cast_words.py`` has the kernel that writes the transpose with a scale per
+tensor or per row, and that casts small matrices in one launch; ``cast_hopper.py`` has the kernel
+for blocks of two-byte values. Where no kernel writes both orientations, each is cast separately.
 
 Sizes and strides are run-time arguments: a new token count recompiles nothing, except that triton
 specialises once on whether an integer is 1 or divisible by 16, which is what allows wide accesses.

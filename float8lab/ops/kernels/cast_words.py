@@ -194,13 +194,16 @@ def _cast_tile(
 
 
 @triton.jit
-def _find_amaxes(
-    inputs, amax_ptr, tiles, M, K, ROWS, COLUMNS, PER_ROW: tl.constexpr, VALUES: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+def _find_factors(
+    inputs, amax_ptr, scale_ptr, scale_t_ptr, result_ptr, tiles, M, K, ROWS, COLUMNS, eps,
+    LIMIT: tl.constexpr, RULE: tl.constexpr, PARTIALS: tl.constexpr, PER_ROW: tl.constexpr,
+    VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Write the amax of all tiles of each program; if PER_ROW, those of rows and columns."""
+    """Find the amaxes, with all programs of the launch, and write scales, and amaxes if wanted.
+    Return the encode factor; if PER_ROW, those of rows and columns replace the amaxes."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     bits_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    encode = 1.0
     if PER_ROW:
         for start in range(program * TILE_M, ROWS + COLUMNS, programs * TILE_M):
             index = start + tl.arange(0, TILE_M)
@@ -216,30 +219,24 @@ def _find_amaxes(
             tl.atomic_max(columns_ptr, tl.max(of_tile, 0), mask=columns < K, sem="relaxed")
         else:
             bits = tl.maximum(bits, of_tile)
-    if not PER_ROW:
+    if PER_ROW:
+        _common.wait_for_grid()
+        for start in range(program * TILE_M, ROWS + COLUMNS, programs * TILE_M):
+            index = start + tl.arange(0, TILE_M)
+            if result_ptr is not None:
+                mask = (index >= ROWS) & (index < ROWS + COLUMNS)
+                amax = tl.load(amax_ptr + index, mask=mask, other=0.0)
+                tl.store(result_ptr + index - ROWS, amax, mask=mask)
+            scaling.write_scales(
+                bits_ptr, scale_ptr, scale_t_ptr, index, ROWS, COLUMNS, eps, LIMIT, RULE
+            )
+        _common.wait_for_grid()
+    else:
         tl.store(bits_ptr + program, tl.max(tl.max(bits, 1), 0))
-    _common.wait_for_grid()
-
-
-@triton.jit
-def _scale_rows(
-    amax_ptr, scale_ptr, scale_t_ptr, result_ptr, ROWS, COLUMNS, eps,
-    LIMIT: tl.constexpr, RULE: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """Replace the amaxes of rows and columns by encode factors; write scales, and the columns'
-    amaxes unless ``result_ptr`` is None."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    bits_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    for start in range(program * SIZE, ROWS + COLUMNS, programs * SIZE):
-        index = start + tl.arange(0, SIZE)
-        if result_ptr is not None:
-            mask = (index >= ROWS) & (index < ROWS + COLUMNS)
-            amax = tl.load(amax_ptr + index, mask=mask, other=0.0)
-            tl.store(result_ptr + index - ROWS, amax, mask=mask)
-        scaling.write_scales(
-            bits_ptr, scale_ptr, scale_t_ptr, index, ROWS, COLUMNS, eps, LIMIT, RULE
-        )
-    _common.wait_for_grid()
+        _common.wait_for_grid()
+        results = (scale_ptr, scale_t_ptr, result_ptr)
+        encode = encode_of_tensor(amax_ptr, *results, programs, eps, LIMIT, RULE, PARTIALS)
+    return encode
 
 
 @launched(do_not_specialize_on_alignment=["slot_ptr"])
@@ -269,14 +266,10 @@ def _cast_words_kernel(
         program, stride = tl.program_id(0), tl.num_programs(0)
         tiles_k = tl.cdiv(COLUMNS, TILE_K)
         tiles = tl.cdiv(ROWS, TILE_M) * tiles_k
-        _find_amaxes(inputs, given_ptr, tiles, M, K, ROWS, COLUMNS, PER_ROW, VALUES, TILE_M, TILE_K)
-        if PER_ROW:
-            _scale_rows(
-                given_ptr, scale_ptr, scale_t_ptr, result_ptr, ROWS, COLUMNS, eps,
-                LIMIT, RULE, TILE_M,
-            )  # fmt: skip
-        else:
-            encode = encode_of_tensor(*given, LIMIT, RULE, PARTIALS)
+        encode = _find_factors(
+            inputs, given_ptr, scale_ptr, scale_t_ptr, result_ptr, tiles, M, K, ROWS, COLUMNS, eps,
+            LIMIT, RULE, PARTIALS, PER_ROW, VALUES, TILE_M, TILE_K,
+        )  # fmt: skip
         # In the opposite order, since the cache still holds the last tiles.
         last = program + (tiles - 1 - program) // stride * stride
         for index in range(program, tiles, stride):
