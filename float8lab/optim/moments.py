@@ -34,8 +34,8 @@ MASTER = "master"
 """The key of a master in the ``state`` of a state_dict."""
 ROUNDINGS = "roundings"
 """The key, in a parameter group, of the number of steps that rounded stochastically."""
-QDATA, SCALE, E4M3_DATA = ".bits", ".scale", ".qdata"
-"""Suffixes of the names of a quantized moment's uint8 tensors; the last one is obsolete."""
+QDATA, SCALE = ".bits", ".scale"
+"""Suffixes of the names of a quantized moment's uint8 tensors."""
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
 """Moments of squares in torch's optimizers. Moments with other names are stored with a sign."""
 FEWEST, CHUNK = 4096, 2**24
@@ -200,11 +200,6 @@ def unnested(entry: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def check_state(index: int, p: Tensor, entry: _Moments) -> None:
     """Raise unless the master and quantized moments in a parameter's state fit the parameter."""
-    if old := next((name for name in entry if name.endswith(E4M3_DATA)), None):
-        raise ValueError(
-            f"state_dict must have moments as roots, such as exp_avg{QDATA}; got {old} of "
-            f"parameter {index}, in e4m3. Let the version that saved it load it, without FP8."
-        )
     shapes = {MASTER: p.shape} if entry.get(MASTER, {}) != {} else {}
     for name in _quantized(entry):
         shapes |= {name + QDATA: p.shape, name + SCALE: _scale_shape(p.shape)}

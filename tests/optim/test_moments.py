@@ -455,14 +455,6 @@ def test_quantized_moments_of_another_model_raise(name, value):
     assert_same_state(tensors_of(model, optimizer), before)
 
 
-def test_moments_in_e4m3_of_older_versions_raise():
-    optimizer = MasterWeights(make_model().parameters(), torch.optim.AdamW, fp8_moments=True)
-    old = optimizer.state_dict()
-    old["state"] = {0: {"exp_avg.qdata": torch.zeros(48, 200, dtype=torch.uint8)}}
-    with pytest.raises(ValueError, match=r"got exp_avg.qdata of parameter 0, in e4m3"):
-        optimizer.load_state_dict(old)
-
-
 @each_storage
 def test_training_ends_where_float32_ends(kind, storage):
     def losses(kind: str, **options) -> Tensor:
