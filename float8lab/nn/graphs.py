@@ -313,7 +313,7 @@ class _Graphed:
         """The callable without graphs, which ``inspect.signature`` looks for."""
         if not isinstance(self.function, nn.Module):
             return self.function
-        return self.replaced.get("forward") or type(self.function).forward.__get__(self.function)
+        return self.replaced.get("forward") or partial(type(self.function).forward, self.function)
 
     def install(self, *names: str) -> None:
         """Replace the module's attributes ``names``, so that the module calls this object."""
@@ -340,11 +340,7 @@ class _Graphed:
         replayed = None if torch.compiler.is_compiling() else self._find(args, kwargs)
         if replayed is not None:
             return replay(*replayed)
-        if not isinstance(self.function, nn.Module):
-            return self.function(*args, **kwargs)
-        if (forward := self.replaced.get("forward")) is not None:
-            return forward(*args, **kwargs)
-        return type(self.function).forward(self.function, *args, **kwargs)
+        return self.__wrapped__(*args, **kwargs)
 
     def _find(
         self, args: tuple[object, ...], kwargs: Mapping[str, object]
