@@ -98,11 +98,10 @@ def _in_blocks(x: Float8Tensor, block: tuple[int, ...]) -> Float8Tensor:
     A block whose elements share a scale keeps that scale and its bytes; others are requantized."""
     if x.spec.block == block:
         return x
-    scales, amaxes = (
-        blocks.expand_scale(t, x.spec.block, x.shape).expand(x.shape) for t in (x.scale, x.amax)
-    )
-    scale, amax = blocks.block_amax(scales, block), blocks.block_amax(amaxes, block)
-    differ = blocks.block_amax(scales != blocks.expand_scale(scale, block, x.shape), block) > 0
+    elements = cut(x, (1,) * x.ndim)
+    scale, amax = (blocks.block_amax(t, block) for t in (elements.scale, elements.amax))
+    is_other = elements.scale != blocks.expand_scale(scale, block, x.shape)
+    differ = blocks.block_amax(is_other, block) > 0
     buffers = torch.empty_like(x.qdata), torch.ones_like(scale), torch.zeros_like(amax)
     result = Float8Tensor._make(*buffers, replace(x.spec, block=block), x.dtype)
     values = blocks.dequantize_blocks(x.qdata, x.scale, x.spec, torch.float32)

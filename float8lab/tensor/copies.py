@@ -9,9 +9,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from float8lab.formats import DEQUANTIZED_DTYPES
-from float8lab.tensor.blocks import expand_scale
 from float8lab.tensor.dispatch import check_size, implements, overloads
 from float8lab.tensor.float8_tensor import Float8Tensor, decoded
+from float8lab.tensor.views import cut
 
 __all__: list[str] = []
 
@@ -59,11 +59,8 @@ def _copy(op: OpOverload, x: Tensor, source: Tensor, non_blocking: bool = False)
         return x
     value = decoded(source).to(device=x.device, dtype=x.dtype)
     # Where blocks allow, the scales and bytes of the source are kept.
-    scale, amax = (
-        expand_scale(t.to(x.device), x.spec.block, x.shape).expand(x.shape)
-        for t in (source.scale, source.amax)
-    )
-    x._window.write(value, scale, amax)
+    elements = cut(source, (1,) * x.ndim)
+    x._window.write(value, elements.scale, elements.amax)
     x._refresh()
     return x
 

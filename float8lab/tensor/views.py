@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from float8lab.tensor.blocks import block_of_view, expand_scale, refine_scale
+from float8lab.tensor.blocks import block_of_view, refine_scale
 from float8lab.tensor.dispatch import ANY_VIEW, implements
 from float8lab.tensor.float8_tensor import Float8Tensor
 from float8lab.tensor.window import Step, Window
@@ -278,9 +278,7 @@ def _any_view(op: OpOverload, x: Float8Tensor, *args: object, **kwargs: object) 
             ".dequantize() first, or take .qdata and .scale."
         )
     q = op(x.qdata.view(torch.uint8), *args, **kwargs).view(x.qdata.dtype)
-    scale, amax = (
-        op(expand_scale(t, x.spec.block, x.shape).expand(x.shape).contiguous(), *args, **kwargs)
-        for t in (x.scale, x.amax)
-    )
+    elements = cut(x, (1,) * x.ndim)
+    scale, amax = (op(t.contiguous(), *args, **kwargs) for t in (elements.scale, elements.amax))
     step = Step(op, args, kwargs)
     return view_of(x, (q, scale, amax), (1,) * q.ndim, step, partial=True, copied=True)
