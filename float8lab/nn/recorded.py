@@ -248,8 +248,7 @@ class _Replay(torch.autograd.Function):
 
 def replay(recorded: Recorded, tensors: Sequence[Tensor]) -> object:
     """Replay a call in the enclosing region, or in a region of its own."""
-    region = STATE.region
-    own_region = Region() if region is None and recorded.packs else None
+    own_region = Region() if STATE.region is None and recorded.packs else None
     with inside(own_region) if own_region is not None else nullcontext():
         result = recorded(*tensors)
         if (region := STATE.region) is not None:
