@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from float8lab.formats import FLOAT32_MAX, Spec, scale_shape, scales_by_column
+from float8lab.formats import FLOAT32_MAX, Spec, scales_by_column
 from float8lab.ops import as_matrix, cast_many_op, factors_from_amax, round_to_fp8, value_of_op
-from float8lab.ops.reference.blocks import expand_scale
+from float8lab.ops.reference.blocks import expand_scale, in_blocks
 from float8lab.recipes.delayed import QuantParams
 from float8lab.tensor.operands import quantize
 
@@ -44,24 +44,7 @@ def refine_scale(scale: Tensor, length: int, old: int, new: int, dim: int) -> Te
 
 def by_block(x: Tensor, block: Sequence[int], reduce: Callable[..., Tensor], fill: float) -> Tensor:
     """Compute ``reduce(x, dim=...)`` of each block; blocks cut by an edge are padded with fill."""
-    counts = scale_shape(tuple(x.shape), tuple(block))
-    if x.numel() == 0:
-        return reduce(x.new_full((*counts, 1), fill), dim=[-1])
-    sizes = [n if b == -1 else b for n, b in zip(x.shape, block, strict=True)]
-    missing = [c * s - n for c, s, n in zip(counts, sizes, x.shape, strict=True)]
-    if any(missing):
-        padding = [pad for right in reversed(missing) for pad in (0, right)]
-        x = torch.nn.functional.pad(x, padding, value=fill)
-    shape: list[int] = []
-    block_dims: list[int] = []  # the dimensions to reduce; few and last, for fast kernels
-    for count, size in zip(counts, sizes, strict=True):
-        shape.append(count)
-        if size != 1:
-            block_dims.append(len(shape))
-            shape.append(size)
-    if not block_dims:
-        block_dims, shape = [len(shape)], [*shape, 1]
-    return reduce(x.reshape(shape), dim=block_dims)
+    return reduce(in_blocks(x, block, fill), dim=list(range(1, 2 * x.ndim, 2)))
 
 
 def block_amax(x: Tensor, block: Sequence[int]) -> Tensor:

@@ -255,10 +255,8 @@ def _plain_findings(plain: PlainStats, scale: bool) -> Iterator[Finding]:
 
 def _count(x: Tensor, dim: list[int]) -> Tensor:
     """Sum a uint8 tensor of zeros and ones over these dimensions."""
-    *before, last = dim
-    if x.shape[last] < 256:
-        x = x.sum(last, dtype=torch.uint8)  # many times faster than in a wider type
-        return x.sum(before, dtype=torch.int32) if before else x.int()
+    if short := [d for d in dim if 1 < x.shape[d] < 256]:
+        x = x.sum(short[-1], keepdim=True, dtype=torch.uint8)  # many times faster than wider types
     return x.sum(dim, dtype=torch.int32)
 
 

@@ -55,22 +55,19 @@ def round_up(size: int, align: int) -> int:
     return size + -size % align
 
 
-def in_blocks(x: Tensor, block: Sequence[int]) -> Tensor:
-    """Return a matrix as ``[blocks, rows of a block, blocks, columns of a block]``.
+def in_blocks(x: Tensor, block: Sequence[int], fill: float = 0.0) -> Tensor:
+    """Split each dimension in two: the number of blocks, and the size of a block.
 
-    Zeros fill up blocks that an edge cuts, and a block that spans a dimension without elements.
+    ``fill`` pads blocks that an edge cuts, and a block that spans a dimension without elements.
 
     >>> in_blocks(torch.ones(300, 256), (128, -1)).shape
     torch.Size([3, 128, 1, 256])
     """
-    M, K = x.shape
-    rows = max(M, 1) if block[0] == -1 else block[0]
-    columns = max(K, 1) if block[1] == -1 else block[1]
-    below = rows - M if block[0] == -1 else -M % rows
-    right = columns - K if block[1] == -1 else -K % columns
-    if below or right:
-        x = F.pad(x, (0, right, 0, below))
-    return x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    sizes = [max(n, 1) if b == -1 else b for n, b in zip(x.shape, block, strict=True)]
+    missing = [s - n if b == -1 else -n % s for n, b, s in zip(x.shape, block, sizes, strict=True)]
+    if any(missing):
+        x = F.pad(x, [pad for right in reversed(missing) for pad in (0, right)], value=fill)
+    return x.reshape([k for n, s in zip(x.shape, sizes, strict=True) for k in (n // s, s)])
 
 
 def amax(x: Tensor, block: Sequence[int]) -> Tensor:
