@@ -8,12 +8,14 @@ tensors and computes the unsharded result. An op gathers no more than the cheape
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["Placing", "Rule", "takes_dtensors"]
 
@@ -45,10 +47,16 @@ def takes_dtensors(dtensor: Any, overload: Any, declared: Any, library: Any) -> 
 
 
 def _call(dtensor: Any, op: Any, arguments: Mapping[str, Any], declared: Any) -> Any:
-    mesh = next(x.device_mesh for _, x in _tensors(arguments) if isinstance(x, dtensor.DTensor))
-    unsharded = _map(arguments, lambda _, x: torch.empty_strided(
+    tensors = [
+        (name, x)
+        for name, value in arguments.items()
+        for x in tree_leaves(value)
+        if isinstance(x, Tensor)
+    ]
+    mesh = next(x.device_mesh for _, x in tensors if isinstance(x, dtensor.DTensor))
+    unsharded = tree_map_only(Tensor, lambda x: torch.empty_strided(
         x.shape, x.stride(), dtype=x.dtype, device="meta"
-    ))  # fmt: skip
+    ), arguments)  # fmt: skip
     results = declared.outputs(*unsharded.values())
     single = not isinstance(results, tuple)
     if single:
@@ -75,7 +83,7 @@ def _call(dtensor: Any, op: Any, arguments: Mapping[str, Any], declared: Any) ->
 
     def bytes_moved(axis: int, choice: tuple[Any, Mapping[str, Placing]]) -> int:
         nbytes = 0
-        for name, x in _tensors(arguments):
+        for name, x in tensors:
             current, target = placements_of(x)[axis], placement(choice[1].get(name), x)
             if current != target and not current.is_replicate():
                 nbytes += x.numel() * x.itemsize
@@ -97,7 +105,8 @@ def _call(dtensor: Any, op: Any, arguments: Mapping[str, Any], declared: Any) ->
             sharded = sharded.redistribute(mesh, target)
         return sharded.to_local()
 
-    shard_results = op(*_map(arguments, local).values())
+    local_arguments = (tree_map_only(Tensor, partial(local, n), v) for n, v in arguments.items())
+    shard_results = op(*local_arguments)
     wrapped = []
     shards = (shard_results,) if single else shard_results
     for i, (result, shard) in enumerate(zip(results, shards, strict=True)):
@@ -105,22 +114,3 @@ def _call(dtensor: Any, op: Any, arguments: Mapping[str, Any], declared: Any) ->
         layout = {"shape": result.shape, "stride": result.stride(), "run_check": False}
         wrapped.append(dtensor.DTensor.from_local(shard, mesh, placements, **layout))
     return wrapped[0] if single else tuple(wrapped)
-
-
-def _tensors(arguments: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
-    """Yield the tensors among arguments, and in their lists, with the argument's name."""
-    for name, value in arguments.items():
-        for x in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(x, Tensor):
-                yield name, x
-
-
-def _map(arguments: Mapping[str, Any], function: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
-    """Replace each tensor in ``arguments`` by the result of ``function``."""
-
-    def change(name: str, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [change(name, x) for x in value]
-        return function(name, value) if isinstance(value, Tensor) else value
-
-    return {name: change(name, value) for name, value in arguments.items()}
