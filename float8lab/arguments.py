@@ -176,8 +176,6 @@ def check_flags(**flags: object) -> None:
     >>> check_flags(bias=True, return_bias=0)
     """
     for name, value in flags.items():
-        if value is True or value is False:
-            continue
         is_flag = isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
         if not is_flag or value not in (0, 1):
             raise TypeError(f"{name} must be True or False; got {shown(value)}. Pass a bool.")
