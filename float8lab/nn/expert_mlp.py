@@ -32,8 +32,6 @@ __all__ = ["ExpertMLP", "ExpertsBase", "like", "local_layers"]
 
 def local_layers(layers: tuple[Layer, Layer]) -> tuple[Layer, Layer]:
     """Return the layers of the experts that this rank has, if parameters are DTensors."""
-    if not is_dtensor(layers[0][0]):
-        return layers
     (w1, b1), (w2, b2) = layers
     return (local_experts(w1), local_experts(b1)), (local_experts(w2), local_experts(b2))
 
