@@ -1,7 +1,10 @@
 """The calls of cuBLASLt and their arguments, recorded by a fake library."""
 
 import ctypes
+from collections.abc import Callable
+from ctypes import c_float, c_int, c_int64, c_size_t, c_void_p
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +21,27 @@ TENSORWISE, ROWWISE = ScalingType.TensorWise, ScalingType.RowWise
 BLOCKWISE_1X128, BLOCKWISE_128X128 = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
 
 
+def c_function(name: str, call: Callable[..., int], *types: Any) -> Any:
+    """Return a C function, like those of a library, that calls a Python function."""
+    function = ctypes.CFUNCTYPE(c_int, *types)(call)
+    unchecked = ctypes.CFUNCTYPE(c_int)(ctypes.cast(function, c_void_p).value)
+    unchecked.__name__, unchecked.callback = name, function
+    return unchecked
+
+
 class FakeLibrary:
     """A fake cuBLASLt that records its calls and computes nothing."""
 
     def __init__(self) -> None:
         self.layouts: list[tuple[int, ...]] = []
         self.attributes: dict[int, int] = {}
-        self.heuristic_calls, self.destroyed, self.status = 0, 0, 0
+        self.heuristic_calls, self.destroyed, self.status, self.attribute_status = 0, 0, 0, 0
         self.launches: list[SimpleNamespace] = []
+        # These two get arguments that ctypes has converted, so only a C function can read them.
+        name, types = "cublasLtMatmul", [*[c_void_p] * 14, c_size_t, c_void_p]
+        self.cublasLtMatmul = c_function(name, self._multiply, *types)
+        name, types = "cublasLtMatmulDescSetAttribute", [c_void_p, c_int, c_void_p, c_size_t]
+        self.cublasLtMatmulDescSetAttribute = c_function(name, self._set_attribute, *types)
 
     def cublasLtCreate(self, handle) -> int:
         return 0
@@ -40,10 +56,11 @@ class FakeLibrary:
         created._obj.value = 100 + len(self.layouts)
         return 0
 
-    def cublasLtMatmulDescSetAttribute(self, _, attribute, value, size) -> int:
-        assert size == ctypes.sizeof(value._obj)
-        self.attributes[attribute] = value._obj.value
-        return 0
+    def _set_attribute(self, operation, attribute, value, size) -> int:
+        assert operation == 1
+        number = {1: ctypes.c_int8, 4: c_int, 8: c_int64}[size].from_address(value)
+        self.attributes[attribute] = number.value
+        return self.attribute_status
 
     def cublasLtMatmulPreferenceCreate(self, created) -> int:
         return 0
@@ -62,10 +79,13 @@ class FakeLibrary:
     def cublasLtMatmulPreferenceDestroy(self, _) -> int:
         return 0
 
-    def cublasLtMatmul(self, *args) -> int:
-        _, _, one, b, b_layout, a, a_layout, zero, c, _, out, _, _, workspace, size, stream = args
-        assert (one._obj.value, zero._obj.value, c) == (1.0, 0.0, out)
-        layouts = [self.layouts[layout.value - 101] for layout in (b_layout, a_layout)]
+    def _multiply(self, *args) -> int:
+        (handle, operation, one, b, b_layout, a, a_layout, zero, c, c_layout, out, out_layout,
+         answer, workspace, size, stream) = args  # fmt: skip
+        assert (handle, operation, c, c_layout) == (9, 1, out, out_layout)
+        assert [c_float.from_address(number).value for number in (one, zero)] == [1.0, 0.0]
+        assert cublaslt._Answer.from_address(answer).workspace_bytes == size
+        layouts = [self.layouts[layout - 101] for layout in (b_layout, a_layout, out_layout)]
         self.launches.append(
             SimpleNamespace(
                 addresses=(a, b, out, workspace), layouts=layouts, size=size, stream=stream,
@@ -114,14 +134,13 @@ def test_the_heuristic_runs_once_and_launches_have_the_addresses_of_their_tensor
         launch = library.launches[-1]
         assert launch.addresses[:3] == (a.data_ptr(), b.data_ptr(), out.data_ptr())
         # For cuBLASLt, b is the column-major K x N matrix A, and a is the K x M matrix B.
-        assert launch.layouts == [(28, 64, 48, 64), (29, 64, 32, 64)]
+        assert launch.layouts == [(28, 64, 48, 64), (29, 64, 32, 64), (14, 48, 32, 48)]
         assert (launch.size, launch.stream) == (4096, 7)
         attributes = {3: 1, 25: 1, 17: b_scale.data_ptr(), 18: a_scale.data_ptr()}
         if bias is not None:
             attributes |= {7: 4, 26: 14, 8: bias.data_ptr()}
         assert launch.attributes == attributes
         assert library.heuristic_calls == 1, launches
-    assert library.layouts[-1] == (14, 48, 32, 48)
     multiply(operands(), bias)
     assert library.heuristic_calls == 2, "another dtype"
     cublaslt._choose_gemm.cache_clear()
@@ -172,3 +191,8 @@ def test_a_failed_launch_raises_with_its_status(library):
     library.status = 13
     with pytest.raises(RuntimeError, match="cublasLtMatmul failed with status 13"):
         multiply(operands())
+    library.attribute_status, launches = 7, len(library.launches)
+    for _ in range(2):  # the first leaves no lock behind
+        with pytest.raises(RuntimeError, match="SetAttribute failed with status 7"):
+            multiply(operands())
+    assert len(library.launches) == launches
