@@ -51,14 +51,11 @@ def call_site(
             declare.announce()
             return overload(*args)
         run_args = args if prepare is None else prepare(*args)
-        results: Any = NotImplemented
-        if not torch.is_autocast_enabled("cuda"):
-            if repeat is not None:
-                results = repeat(run_args)
-            if results is NotImplemented and runs:
+        results: Any = NotImplemented if repeat is None else repeat(run_args)
+        if results is NotImplemented:
+            if runs:
                 runs -= 1
                 repeat = declare.load_launcher("_replay:repeated")(launcher(), run_args)  # type: ignore[misc]
-        if results is NotImplemented:
             results = run(*run_args)
         if lacks is None:
             lacks = any(results[i] is None for i in used_results)

@@ -109,14 +109,13 @@ def record_call(op: Callable[[Tensor], Any], x: Tensor) -> None:
 def without_triton(op: Callable[[Tensor], Any], x: Tensor) -> list[Tensor]:
     """The outputs of a call, whose kernels must be recorded."""
     replays = []
-    replay = _replay._Call.run
 
     def run(self: JITFunction, *args: Any, **kwargs: Any) -> None:
         raise AssertionError(f"{self} went through Triton")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
-        patch.setattr(_replay._Call, "run", lambda *args: replays.append(1) or replay(*args))
+        patch.setattr(_replay, "has_hooks", lambda: replays.append(1))  # asked before a replay
         outputs = nonempty_outputs(op(x))
     # A matrix without full words of four rows needs more kernels, some of them torch's.
     if x.shape[0] % 16 == 0 and x.data_ptr() % 16 == 0:

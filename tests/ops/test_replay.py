@@ -155,8 +155,29 @@ def test_a_recorded_call_is_repeated_without_its_key(monkeypatch):
     assert unaligned_repeat((2.0, (a, [b]), c)) is NotImplemented
     monkeypatch.setattr(_replay, "_key_of", None)
     assert torch.equal(repeat((2.0, (a, [b]), c)), (a - b) * 2.0 + c), "it needs no key"
-    monkeypatch.setattr(_replay, "has_hooks", lambda: True)
+    monkeypatch.setattr(_launch._RUNTIME, "launch_enter_hook", print)
     assert repeat((2.0, (a, [b]), c)) is NotImplemented
+
+
+def test_a_record_with_functions_of_torch_is_not_repeated_under_autocast():
+    kernel, x = FakeKernel(scale_into), torch.randn(4, 4)
+
+    def scale_to_gemm(x: Tensor, has_gemm: bool) -> Tensor:
+        y = x.new_empty(x.shape)
+        kernel(x, y, 2.0)
+        return torch.mm(y, y) if has_gemm else y
+
+    launcher = replayed(scale_to_gemm)
+    for has_gemm in (False, True):
+        for _ in range(2):
+            expected = launcher(x, has_gemm)
+        repeat = repeated(launcher, (x, has_gemm))
+        assert torch.equal(repeat((x, has_gemm)), expected)
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            assert (repeat((x, has_gemm)) is NotImplemented) == has_gemm
+        finally:
+            torch.set_autocast_enabled("cuda", False)
 
 
 def test_calls_with_empty_tensors_or_on_other_devices_are_not_recorded(monkeypatch):

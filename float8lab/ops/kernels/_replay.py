@@ -91,7 +91,7 @@ class _Number(int):
 
 
 class _Call:
-    """The steps of a call as one generated function, which names the tensors ``t0``, ``t1`` ...
+    """The steps of a call as generated code, which names the tensors ``t0``, ``t1`` ...
 
     It allocates a tensor before the first step that uses the tensor, and frees it after the last.
     """
@@ -99,9 +99,9 @@ class _Call:
     def __init__(
         self, allocations: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None],
         zeros: Sequence[int], steps: Sequence[_Step], outputs: Sequence[int | None], *, given: int,
-        build: Callable[[tuple[Any, ...]], object],
+        build: Callable[[tuple[Any, ...]], object], device: torch.device,
     ) -> None:  # fmt: skip
-        """Generate the function from a recording.
+        """Generate the code from a recording.
 
         Args:
             allocations: size, strides and dtype of each tensor that is no argument of the call, but
@@ -111,8 +111,14 @@ class _Call:
             outputs: numbers of the tensors that are returned; None stands for None.
             given: how many arguments of the call are tensors.
             build: makes the result of a call from its outputs.
+            device: the device of the tensors.
         """
-        names: dict[str, object] = {"current_stream": current_stream, "build": build}
+        fill = functools.partial(_empty_strided, device)
+        names: dict[str, object] = {
+            "current_stream": current_stream, "index": current_device(), "build": build,
+            "fill": fill, "allocate": _new_tensor or fill, "is_deterministic": _is_deterministic,
+            "has_hooks": has_hooks, "is_autocast_enabled": torch.is_autocast_enabled,
+        }  # fmt: skip
         source: list[str] = []
         exist = {*range(given)}
 
@@ -151,15 +157,28 @@ class _Call:
         allocate(outputs)
         results = "".join(f"{named(None if n is None else _Number(n))}, " for n in outputs)
         source.append(f"return ({results})" if build is tuple else f"return build(({results}))")
-        begin = [f"[{''.join(f't{i}, ' for i in range(given))}] = tensors"]
-        begin += ["stream = current_stream(device)"] * any(step.is_launch for step in steps)
-        exec("\n    ".join(["def run(tensors, device, new):", *begin, *source]), names)
-        self._run = cast(Callable[[list[Tensor], int, object], object], names["run"])
+        begin = ["new = fill if is_deterministic() else allocate"] * any(allocations)
+        begin += ["stream = current_stream(index)"] * any(step.is_launch for step in steps)
+        self._source, self._names = [*begin, *source], names
+        self._may_autocast = any(step.function in _STEPS.values() for step in steps)
+        self.run = self._generate([f"[{''.join(f't{i}, ' for i in range(given))}] = args"])
+        """Repeats the call for a list of the tensors among its arguments."""
 
-    def run(self, tensors: list[Tensor], device: int) -> object:
-        if _new_tensor is None or _is_deterministic():
-            return self._run(tensors, device, functools.partial(_empty_strided, tensors[0].device))
-        return self._run(tensors, device, _new_tensor)
+    def _generate(self, beginning: Sequence[str]) -> Callable[[Any], object]:
+        """Return a function that repeats the call after it has named the tensors in ``args``."""
+        defined: dict[str, Any] = {}
+        exec("\n    ".join(["def run(args):", *beginning, *self._source]), self._names, defined)
+        return cast(Callable[[Any], object], defined["run"])
+
+    def repeated_for(
+        self, expressions: Sequence[str], offsets: Sequence[int]
+    ) -> Callable[[tuple[object, ...]], object]:
+        """Return ``repeated`` for tensors that are expressions of ``args``, with these offsets."""
+        tensors = [f"t{i} = {expression}" for i, expression in enumerate(expressions)]
+        differences = " | ".join(f"t{i}.data_ptr() ^ {offset}" for i, offset in enumerate(offsets))
+        condition = f"({differences.replace(' ^ 0', '')}) & 15 or has_hooks()"
+        condition += ' or is_autocast_enabled("cuda")' * self._may_autocast
+        return self._generate([*tensors, f"if {condition}: return NotImplemented"])
 
 
 def _empty_strided(
@@ -291,7 +310,10 @@ class _Recording(TorchDispatchMode):
             for i in range(self.given, len(tensors))
         )
         returns = tuple(numbers.get(id(output)) for output in results)  # None stays None
-        return _Call(allocations, self.zeros, self.steps, returns, given=self.given, build=build)
+        return _Call(
+            allocations, self.zeros, self.steps, returns, given=self.given, build=build,
+            device=tensors[0].device,
+        )  # fmt: skip
 
 
 def _leaves_of(result: Any) -> tuple[tuple[Any, ...], Callable[[tuple[Any, ...]], Any]]:
@@ -357,10 +379,10 @@ def replayed(launcher: Callable[..., Any]) -> Callable[..., Any]:
                 return launcher(*args)
             with torch.cuda.device(x.device):  # Triton launches on the current GPU
                 return call(*args)
-        device, key, tensors = located
+        key, tensors = located
         memo = calls.get(key)
         if type(memo) is _Call and not has_hooks():
-            return memo.run(tensors, device)
+            return memo.run(tensors)
         if memo is not _SEEN_ONCE:
             if key not in calls:
                 if len(calls) >= _MOST_CALLS:
@@ -382,34 +404,23 @@ def repeated(
     """Return a function that replays a recorded call for arguments with other tensors.
 
     Return None if the call was not recorded. The function returns NotImplemented where it cannot
-    replay: under hooks, and for tensors with another alignment.
+    replay: under hooks, for tensors with another alignment, and under autocast if it would matter.
     """
     located = _key_of(args)
-    memo = None if located is None else getattr(launcher, "calls", {}).get(located[1])
+    memo = None if located is None else getattr(launcher, "calls", {}).get(located[0])
     if located is None or type(memo) is not _Call:
         return None
-    device, run = located[0], memo.run
     pending: list[tuple[object, str]] = [(arg, f"args[{i}]") for i, arg in enumerate(args)]
     for arg, expression in pending:  # in the order of ``_key_of``
         if isinstance(arg, (tuple, list)):
             pending += [(element, f"{expression}[{i}]") for i, element in enumerate(arg)]
     expressions = [expression for arg, expression in pending if isinstance(arg, Tensor)]
-    pick = eval(f"lambda args: [{', '.join(expressions)}]")
-    offsets = [tensor.data_ptr() & 15 for tensor in located[2]]
-    differences = " | ".join(
-        f"{expression}.data_ptr()" + f" ^ {offset}" * (offset != 0)
-        for expression, offset in zip(expressions, offsets, strict=True)
-    )
-    differs = eval(f"lambda args: ({differences}) & 15")
-
-    def repeat(args: tuple[object, ...]) -> object:
-        return NotImplemented if differs(args) or has_hooks() else run(pick(args), device)
-
-    return repeat
+    offsets = [tensor.data_ptr() & 15 for tensor in located[1]]
+    return memo.repeated_for(expressions, offsets)
 
 
-def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] | None:
-    """Return the current device, the key of a call with these arguments, and its tensors.
+def _key_of(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]] | None:
+    """Return the key of a call with these arguments on the current device, and its tensors.
 
     Return None if the call must not be recorded: for tensors on other devices, an empty tensor, or
     within another recording.
@@ -443,4 +454,4 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], list[Tensor]] 
     if device < 0 or device != current_device():
         return None
     append(device)
-    return device, tuple(key), tensors
+    return tuple(key), tensors
