@@ -155,7 +155,7 @@ def test_a_recorded_launch_can_be_repeated_on_another_stream(library, monkeypatc
     multiply(operands())
     [(run, (stream, *tensors))] = recorded
     assert stream is STREAM
-    run(9, *tensors)
+    run(9, *[x if x is None else x.data_ptr() for x in tensors])
     first, second = library.launches
     assert (first.addresses, first.stream, second.stream) == (second.addresses, 7, 9)
 

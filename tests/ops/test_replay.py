@@ -3,6 +3,8 @@
 The tests run on the CPU: a launch is a Python function, and tensors report that they are on GPU 0.
 """
 
+import ctypes
+import functools
 import sys
 import threading
 import weakref
@@ -43,8 +45,24 @@ class FakeKernel:
         report_launch = getattr(_launch.RECORDING, "launch", None)
         if report_launch is not None:
             launch_arguments = 5, 1, 1, _launch.STREAM, "handle", "metadata", None, None, None
-            run = self.run if self.is_known else None
+            forms = [isinstance(x, Tensor) and torch.empty_like(x, device="meta") for x in args]
+            run = functools.partial(self.run_on_addresses, forms) if self.is_known else None
             report_launch(run, (*launch_arguments, *args), overlaps)
+
+    def run_on_addresses(self, forms: list[Any], *args: Any) -> None:
+        """Run on tensors like ``forms``, of which a repeated launch gets the addresses."""
+        count = len(args) - len(forms)
+        tensors = [
+            _tensor_at(arg, form) if isinstance(form, Tensor) else arg
+            for arg, form in zip(args[count:], forms, strict=True)
+        ]
+        self.run(*args[:count], *tensors)
+
+
+def _tensor_at(address: int, form: Tensor) -> Tensor:
+    assert type(address) is int
+    memory = (ctypes.c_byte * form.nbytes).from_address(address)
+    return torch.frombuffer(memory, dtype=form.dtype).as_strided(form.shape, form.stride())
 
 
 @pytest.fixture(autouse=True)

@@ -93,13 +93,14 @@ class _Number(int):
 class _Call:
     """The steps of a call as generated code, which names the tensors ``t0``, ``t1`` ...
 
-    It allocates a tensor before the first step that uses the tensor, and frees it after the last.
+    It allocates a tensor before the first step that uses the tensor, and frees it after the last. A
+    launch gets addresses, which launchers take in less time than tensors; ``p0`` is that of ``t0``.
     """
 
     def __init__(
         self, allocations: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None],
         zeros: Sequence[int], steps: Sequence[_Step], outputs: Sequence[int | None], *, given: int,
-        build: Callable[[tuple[Any, ...]], object], device: torch.device,
+        build: Callable[[tuple[Any, ...]], object],
     ) -> None:  # fmt: skip
         """Generate the code from a recording.
 
@@ -111,20 +112,22 @@ class _Call:
             outputs: numbers of the tensors that are returned; None stands for None.
             given: how many arguments of the call are tensors.
             build: makes the result of a call from its outputs.
-            device: the device of the tensors.
         """
-        fill = functools.partial(_empty_strided, device)
         names: dict[str, object] = {
-            "current_stream": current_stream, "index": current_device(), "build": build,
-            "fill": fill, "allocate": _new_tensor or fill, "is_deterministic": _is_deterministic,
-            "has_hooks": has_hooks, "is_autocast_enabled": torch.is_autocast_enabled,
+            "build": build, "current_stream": current_stream, "index": current_device(),
+            "allocate": _new_tensor, "fills": _is_deterministic if _new_tensor else lambda: True,
+            "fill": _empty_strided, "partial": functools.partial, "has_hooks": has_hooks,
+            "is_autocast_enabled": torch.is_autocast_enabled,
         }  # fmt: skip
         source: list[str] = []
         exist = {*range(given)}
+        described = {step.number for step in steps if type(step.function) is functools.partial}
 
-        def named(value: object) -> str:
+        def named(value: object, *, launched: bool = False) -> str:
             if type(value) is _Number:
-                return f"t{int(value)}"
+                if not launched or value in described:
+                    return f"t{int(value)}"
+                return f"p{int(value)}" if value < given else f"t{int(value)}.data_ptr()"
             if type(value) is list:
                 return f"[{', '.join(map(named, value))}]"
             if value is _launch.STREAM:
@@ -150,35 +153,29 @@ class _Call:
         lasting = {*range(given), *outputs}
         for i, step in enumerate(steps):
             allocate(used[i])
-            args = [*map(named, step.args), *[f"**{named(step.kwargs)}"] * bool(step.kwargs)]
+            args = [named(arg, launched=step.is_launch) for arg in step.args]
+            args += [f"**{named(step.kwargs)}"] * bool(step.kwargs)
             target = "" if step.number is None else f"t{step.number} = "
             source.append(f"{target}{named(step.function)}({', '.join(args)})")
             source += [f"del t{n}" for n in used[i] if last[n] == i and n not in lasting]
         allocate(outputs)
         results = "".join(f"{named(None if n is None else _Number(n))}, " for n in outputs)
         source.append(f"return ({results})" if build is tuple else f"return build(({results}))")
-        begin = ["new = fill if is_deterministic() else allocate"] * any(allocations)
+        begin = ["new = partial(fill, t0.device) if fills() else allocate"] * any(allocations)
         begin += ["stream = current_stream(index)"] * any(step.is_launch for step in steps)
         self._source, self._names = [*begin, *source], names
-        self._may_autocast = any(step.function in _STEPS.values() for step in steps)
-        self.run = self._generate([f"[{''.join(f't{i}, ' for i in range(given))}] = args"])
+        self.may_autocast = any(step.function in _STEPS.values() for step in steps)
+        """Whether a step is a function whose dtypes ``torch.autocast`` changes."""
+        self.run = self.generate(f"args[{i}]" for i in range(given))
         """Repeats the call for a list of the tensors among its arguments."""
 
-    def _generate(self, beginning: Sequence[str]) -> Callable[[Any], object]:
-        """Return a function that repeats the call after it has named the tensors in ``args``."""
+    def generate(self, tensors: Iterable[str], check: str = "") -> Callable[[Any], object]:
+        """Return a function that repeats the call for tensors that are expressions of ``args``."""
+        begin = [f"t{i} = {tensor}; p{i} = t{i}.data_ptr()" for i, tensor in enumerate(tensors)]
         defined: dict[str, Any] = {}
-        exec("\n    ".join(["def run(args):", *beginning, *self._source]), self._names, defined)
+        lines = ["def run(args):", *begin, *[check] * bool(check), *self._source]
+        exec("\n    ".join(lines), self._names, defined)
         return cast(Callable[[Any], object], defined["run"])
-
-    def repeated_for(
-        self, expressions: Sequence[str], offsets: Sequence[int]
-    ) -> Callable[[tuple[object, ...]], object]:
-        """Return ``repeated`` for tensors that are expressions of ``args``, with these offsets."""
-        tensors = [f"t{i} = {expression}" for i, expression in enumerate(expressions)]
-        differences = " | ".join(f"t{i}.data_ptr() ^ {offset}" for i, offset in enumerate(offsets))
-        condition = f"({differences.replace(' ^ 0', '')}) & 15 or has_hooks()"
-        condition += ' or is_autocast_enabled("cuda")' * self._may_autocast
-        return self._generate([*tensors, f"if {condition}: return NotImplemented"])
 
 
 def _empty_strided(
@@ -310,10 +307,7 @@ class _Recording(TorchDispatchMode):
             for i in range(self.given, len(tensors))
         )
         returns = tuple(numbers.get(id(output)) for output in results)  # None stays None
-        return _Call(
-            allocations, self.zeros, self.steps, returns, given=self.given, build=build,
-            device=tensors[0].device,
-        )  # fmt: skip
+        return _Call(allocations, self.zeros, self.steps, returns, given=self.given, build=build)
 
 
 def _leaves_of(result: Any) -> tuple[tuple[Any, ...], Callable[[tuple[Any, ...]], Any]]:
@@ -416,7 +410,10 @@ def repeated(
             pending += [(element, f"{expression}[{i}]") for i, element in enumerate(arg)]
     expressions = [expression for arg, expression in pending if isinstance(arg, Tensor)]
     offsets = [tensor.data_ptr() & 15 for tensor in located[1]]
-    return memo.repeated_for(expressions, offsets)
+    differences = " | ".join(f"p{i} ^ {offset}" for i, offset in enumerate(offsets))
+    refuses = f"({differences.replace(' ^ 0', '')}) & 15 or has_hooks()"
+    refuses += ' or is_autocast_enabled("cuda")' * memo.may_autocast
+    return memo.generate(expressions, f"if {refuses}: return NotImplemented")
 
 
 def _key_of(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]] | None:

@@ -41,7 +41,7 @@ _MODES = {
 }  # fmt: skip
 """The layouts of scales, by torch's names."""
 _pointer = c_void_p.from_param
-"""Convert an address to an argument that ctypes passes on as it is."""
+"""Convert an address, or None, to an argument that ctypes passes on as it is."""
 _MAX_WORKSPACE = 1
 _WORKSPACE_BYTES = 1024**2
 """The largest workspace of a kernel, which is torch's limit, too."""
@@ -109,7 +109,8 @@ def multiply(
     if gemm.workspace_bytes:
         workspace = out.new_empty(gemm.workspace_bytes, dtype=torch.uint8)
     tensors = a, b, a_scale, b_scale, bias, out, workspace
-    gemm.launch(current_stream(device), *tensors)
+    addresses: list[Any] = [x if x is None else x.data_ptr() for x in tensors]
+    gemm.launch(current_stream(device), *addresses)
     record = getattr(RECORDING, "launch", None)
     if record is not None:
         record(gemm.launch, (STREAM, *tensors))
@@ -150,31 +151,31 @@ class _ChosenGemm:
         self._acquire, self._release = is_used.acquire, is_used.release  # in half the time of with
 
     def launch(
-        self, stream: int, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor,
-        bias: Tensor | None, out: Tensor, workspace: Tensor | None,
+        self, stream: int, a: int, b: int, a_scale: int, b_scale: int, bias: int | None, out: int,
+        workspace: int | None,
     ) -> None:  # fmt: skip
-        """Multiply tensors of the chosen sizes and dtypes on a stream of the current GPU."""
+        """Multiply tensors of the chosen sizes and dtypes, at these addresses, on a stream."""
         handle, operation, b_layout, a_layout, layout, factor, zero, answer, size = self._constants
         (scale_a, scale_b, bias_address), attributes = self._addresses, self._attributes
-        call, out_ptr = self._set, _pointer(out.data_ptr())
-        buffer = None if workspace is None else _pointer(workspace.data_ptr())
+        call, out_ptr = self._set, _pointer(out)
         self._acquire()
         try:
-            scale_a.value, scale_b.value = b_scale.data_ptr(), a_scale.data_ptr()
+            scale_a.value, scale_b.value = b_scale, a_scale
             status = call(*attributes[0]) or call(*attributes[1])
             if bias is not None:
-                bias_address.value = bias.data_ptr()
+                bias_address.value = bias
                 status = status or call(*attributes[2])
             if not status:
                 call = self._multiply
                 status = call(
-                    handle, operation, factor, _pointer(b.data_ptr()), b_layout,
-                    _pointer(a.data_ptr()), a_layout, zero, out_ptr, layout, out_ptr, layout,
-                    answer, buffer, size, _pointer(stream),
+                    handle, operation, factor, _pointer(b), b_layout, _pointer(a), a_layout, zero,
+                    out_ptr, layout, out_ptr, layout, answer, _pointer(workspace), size,
+                    _pointer(stream),
                 )  # fmt: skip
         finally:
             self._release()
-        _check(call, status)
+        if status:
+            raise RuntimeError(f"{call.__name__} failed with status {status}")
 
 
 def _new_operation(sizes: _Sizes) -> c_void_p:
@@ -227,13 +228,9 @@ def _set(operation: c_void_p, attribute: int, value: c_void_p | c_int8 | c_int32
 
 
 def _call(name: str, *args: object) -> None:
-    function = getattr(_library(), name)
-    _check(function, function(*args))
-
-
-def _check(function: Any, status: int) -> None:
+    status = getattr(_library(), name)(*args)
     if status:
-        raise RuntimeError(f"{function.__name__} failed with status {status}")
+        raise RuntimeError(f"{name} failed with status {status}")
 
 
 @functools.cache
