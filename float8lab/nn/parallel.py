@@ -174,11 +174,8 @@ class ParameterShard(NamedTuple):
     def unshard(self, shards: Sequence[Tensor], name: str = "") -> Tensor:
         """Return the unsharded parameter, given the shards of all ranks in order."""
         sizes = self.sizes(shards[0].shape[self.dim])
-        if len(sizes) == 1:
-            unsharded = torch.cat(list(shards), self.dim)
-        else:
-            pieces = zip(*(shard.split(sizes, self.dim) for shard in shards), strict=True)
-            unsharded = torch.cat([torch.cat(piece, self.dim) for piece in pieces], self.dim)
+        pieces = zip(*(shard.split(sizes, self.dim) for shard in shards), strict=True)
+        unsharded = torch.cat([local for piece in pieces for local in piece], self.dim)
         return _restore_blocks(shards[0], unsharded, name, self.dim)
 
     def sizes(self, size: int) -> list[int]:
