@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8lab.arguments import check_flags, check_module, check_state, shown
 from float8lab.distributed.ranks import exchanged, rank_and_size
 from float8lab.formats import E4M3, HIGH_PRECISION_DTYPES, Float8Spec
+from float8lab.ops.reference.blocks import in_blocks
 from float8lab.tensor.blocks import dequantize_blocks
 from float8lab.tensor.operands import quantize
 
@@ -106,9 +106,7 @@ class _GroupReduceScatter(ReduceScatter):
 
 def _blocks(chunks: Tensor) -> Tensor:
     """Cut ``[R, K]`` into blocks ``[R * ceil(K / 128), 128]``; zeros pad the last of each chunk."""
-    padding = -chunks.shape[1] % _BLOCK
-    padded = F.pad(chunks, (0, padding)) if padding else chunks
-    return padded.reshape(padded.numel() // _BLOCK, _BLOCK)
+    return in_blocks(chunks, (1, _BLOCK)).flatten(0, 2)
 
 
 def _decoded(data: Tensor, scale: Tensor) -> Tensor:

@@ -169,11 +169,8 @@ def scale_in_tiles(scale: Tensor) -> Tensor:
 
     Source: cuBLAS documentation, "1D Block Scaling Factors Layout".
     """
-    filled = F.pad(scale, (0, -scale.shape[1] % 4, 0, -scale.shape[0] % 128), value=1.0)
-    tiles = (
-        filled.to(formats.E8M0).view(torch.uint8).unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32))
-    )
-    return tiles.permute(0, 3, 2, 1, 4).flatten().view(formats.E8M0)
+    tiles = in_blocks(scale, (128, 4), 1.0).unflatten(1, (4, 32)).permute(0, 3, 2, 1, 4)
+    return tiles.to(formats.E8M0).view(torch.uint8).flatten().view(formats.E8M0)
 
 
 def _round_to_packed(value: Tensor) -> Tensor:
