@@ -14,13 +14,14 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from float8lab.arguments import check_callables, check_instance, check_size, shown
+from float8lab.arguments import check_callables, check_dtype, check_instance, check_size, shown
 from float8lab.distributed.comm import SharedScales
+from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.parallel import ParameterShard
 from float8lab.nn.precision import place_precisions
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE
-from float8lab.tensor import Float8Tensor, quantize
+from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import quantize_blocks
 
 __all__ = [
@@ -171,17 +172,12 @@ def stored_for(weight: Tensor, recipe: Recipe, sharing: SharedScales | None = No
 
     ``sharing`` says how ranks share the weight, if they do.
     """
-    spec, epsilon = recipe.linear.w, recipe.linear.amax_epsilon
-    block = (1,) * (weight.ndim - 2) + spec.block
-    if sharing is not None:
-        spec = replace(spec, block=block)
-        amax = sharing.amaxes(weight.detach(), spec)
-        q = quantize_blocks(weight.detach(), spec, amax_epsilon=epsilon, known_amax=amax)
-        return Float8Tensor._make(*q, spec, weight.dtype)
-    return quantize(
-        weight.detach(), spec.fp8_dtype, block=block, scale_rule=spec.scale_rule,
-        amax_epsilon=epsilon,
-    )  # fmt: skip
+    check_dtype("weight", weight.dtype, HIGH_PRECISION_DTYPES, optional=False)
+    value, spec, epsilon = weight.detach(), recipe.linear.w, recipe.linear.amax_epsilon
+    spec = replace(spec, block=(1,) * (weight.ndim - 2) + spec.block)
+    amax = None if sharing is None else sharing.amaxes(value, spec)
+    q = quantize_blocks(value, spec, amax_epsilon=epsilon, known_amax=amax)
+    return Float8Tensor._make(*q, spec, weight.dtype)
 
 
 def store_in_fp8(

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import float8lab
-from float8lab import Float8Tensor
+from float8lab import Float8Tensor, recipes
+from float8lab.distributed.comm import NoGroup, SharedScales
+from float8lab.nn.parameters import stored_for
 from tests.nn.test_moves import MODULES
 
 STORED = {name: make for name, make in MODULES.items() if name not in ("layernorm", "rmsnorm")}
@@ -72,6 +74,13 @@ def test_initial_values_of_a_meta_module_come_with_reset_parameters(name):
     for key, value in initial_values(module).items():
         assert torch.equal(value, initial_values(expected)[key])
         assert torch.equal(module.get_parameter(key), expected.get_parameter(key))
+
+
+@pytest.mark.parametrize("sharing", [None, SharedScales(NoGroup(2), 0)], ids=["alone", "shared"])
+def test_weights_in_float64_are_not_stored_in_fp8(sharing):
+    weight = torch.ones(32, 32, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"weight must be one of torch.float32.*got torch.float64"):
+        stored_for(weight, recipes.Float8CurrentScaling(), sharing)
 
 
 @pytest.mark.gpu
