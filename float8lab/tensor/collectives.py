@@ -203,7 +203,9 @@ class _Work(dist.Work if dist.is_available() else object):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         handles = (result[1] if isinstance(result, tuple) else result for result in results)
-        self.works = [dist.Work.unbox(handle) for handle in handles if handle is not None]
+        works = (dist.Work.unbox(handle) for handle in handles if handle is not None)
+        # NCCL's handle of an op that the host need not wait for holds no work.
+        self.works = [work for work in works if work is not None]
         self.finish = finish
         self.source = -1
         self.latest.work = self

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
 
 import float8lab
-from float8lab.tensor import Float8Tensor, quantize
+from float8lab.tensor import Float8Tensor, collectives, quantize
 from float8lab.tensor.window import Window
 from tests.distributed.ranks import Ranks, each_check, on_ranks
 from tests.same_bytes import assert_same_bytes
@@ -470,6 +470,15 @@ def check_fake_backend_runs_without_other_ranks(ranks: Ranks) -> None:
     dist.scatter(out, [out.clone()] * ranks.world if ranks.rank == 0 else None, 0, group)
     dist.broadcast(out, 0, group)
     assert out.shape == (2, 8)
+
+
+def test_a_handle_may_hold_no_work(monkeypatch):
+    """As NCCL's handles do, unless the caller asked for one that it can wait for."""
+    monkeypatch.setattr(collectives.dist.Work, "unbox", lambda handle: None)
+    ended = []
+    work = collectives._Work([object(), None], lambda: ended.append(True))
+    assert work.wait()
+    assert ended == [True]
 
 
 test_on_ranks = each_check(__name__, 2, 4, cpu=4)
