@@ -16,7 +16,6 @@ the output for backward, such as the output in float32.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -30,7 +29,7 @@ from float8lab.ops import Groups, Prologue
 from float8lab.ops.cast import cast_outputs, groups_of
 from float8lab.ops.declare import DirectCall, declare, planned
 from float8lab.ops.operand import Operand, Quantized
-from float8lab.recipes.delayed import QuantParams
+from float8lab.recipes.delayed import Factors, QuantParams
 from float8lab.recipes.recipe import recipe_numbered
 from float8lab.recipes.reduction import group_named
 from float8lab.recipes.region import come_after_in_graph, static_tensor
@@ -131,20 +130,11 @@ def _cast(
     ))  # fmt: skip
 
 
-class _SlotCast(NamedTuple):
-    """A cast with the factors of slots: the arguments of ``quantize``."""
+def _look(*args: Any, in_cuda_graph: bool = True) -> tuple[Any, ...]:
+    """Look up the state that the op with these arguments reads and writes; see ``_cast_by_slots``.
 
-    x: Matrix
-    rowwise: Spec | None
-    columnwise: Spec | None
-    params: QuantParams
-    """The parameters from ``DelayedSlots.params_in_graph``."""
-    dbias: bool
-    align: int
-
-
-def _look(*args: Any, in_cuda_graph: bool = True) -> tuple[_SlotCast]:
-    """Look up the state that the op with these arguments reads and writes."""
+    The result has no named fields, for each run of a graph would make them for each of its casts.
+    """
     (prologue, inputs, dtype, handle, recipe, group, index, record, _, fp8_dtype, align,
      rowwise, columnwise, dbias, offs, plan, first_expert) = args  # fmt: skip
     x, experts = Prologue(prologue, inputs, dtype) if prologue else inputs[0], None
@@ -153,32 +143,31 @@ def _look(*args: Any, in_cuda_graph: bool = True) -> tuple[_SlotCast]:
     elif inputs[0].ndim == 3:
         experts = inputs[0].shape[0]
     numbers = None if experts is None else range(first_expert, first_expert + experts)
-    precision = _Handles.owners[handle.data_ptr()]
-    params = precision.params_in_graph(
+    factors_and_slot = _Handles.owners[handle.data_ptr()].params_in_graph(
         recipe_numbered(recipe), group_named(group), index, record, x, numbers,
         shares_launch=not in_cuda_graph,
     )  # fmt: skip
-    spec = _spec_of_tensor(fp8_dtype)
-    by_rows, by_columns = spec if rowwise else None, spec if columnwise else None
-    return (_SlotCast(x, by_rows, by_columns, params, dbias, align),)
+    return x, fp8_dtype, rowwise, columnwise, *factors_and_slot, dbias, align
 
 
-def _run(cast: _SlotCast) -> _Results:
+def _run(*args: Any) -> _Results:
     """Call ``_cast_by_slots``, on a GPU as a recorded list of launches."""
-    return (_planned_cast if cast.params.factors.encode.is_cuda else _cast_by_slots)(cast)
+    return (_planned_cast if args[4].is_cuda else _cast_by_slots)(*args)
 
 
-def _cast_by_slots(cast: _SlotCast) -> _Results:
+def _cast_by_slots(
+    x: Matrix, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, scale: Tensor,
+    encode: Tensor, amax_slot: Tensor | None, dbias: bool, align: int,
+) -> _Results:  # fmt: skip
     """Cast with the slots' factors, and return a copy of them, for the next update changes them."""
-    result = quantize(*cast[:4], dbias=cast.dbias, align=cast.align)
+    spec, params = Spec(fp8_dtype), QuantParams(Factors(scale, encode), amax_slot, "encode")
+    by_rows, by_columns = spec if rowwise else None, spec if columnwise else None
+    result = quantize(x, by_rows, by_columns, params, dbias=dbias, align=align)
     q, q_t = result.rowwise, result.columnwise
-    return _Results(q and q.data, cast.params.factors.scale, q_t and q_t.data, result.dbias)
+    return _Results(q and q.data, scale, q_t and q_t.data, result.dbias)
 
 
 _planned_cast = planned(_cast_by_slots)
-
-
-_spec_of_tensor = functools.cache(Spec)
 
 
 def _outputs(args: SimpleNamespace) -> _Results:

@@ -132,8 +132,6 @@ class ScalePack:
         self._copy: Tensor | None = None  # [S, 8]: a copy of the current ``factors``
         self._live: Any = None  # views of ``_copy``, each [1]: scales and encode factors
         self._recorded = False
-        # For casts in graphs: views of encode factors (current or ``previous``) and of amaxes.
-        self.views: dict[tuple[int, range | None, bool], tuple[Tensor, Tensor]] = {}
         # Unused copies of ``factors`` and of ``previous``, by the first slot of their tensor.
         self._unused: list[dict[int, Tensor]] = [{}, {}]
 
@@ -388,6 +386,9 @@ class DelayedSlots:
 
     def _adopt(self, pack: ScalePack, start: int) -> None:
         self.pack, self.start = pack, start
+        # For casts in graphs, by tensor, experts, and whether with ``previous``: the slot, the
+        # first slot of the tensor, and views of the encode factors and of the amaxes.
+        self._views: dict[Any, tuple[int | slice, int, Tensor, Tensor]] = {}
         for first, width in zip(self.column_starts, self.widths, strict=True):
             pack.widths[start + first] = width
         pack.members.append(weakref.ref(self))
@@ -592,33 +593,34 @@ class DelayedSlots:
     def params_in_graph(
         self, index: int, x: Tensor | Prologue | Groups, *, record: bool, experts: range | None,
         recomputes: bool, shares_launch: bool,
-    ) -> QuantParams:  # fmt: skip
-        """Return ``scale_for`` of a cast in a compiled graph, with views of the encode factors.
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """Return the factors and the slot of ``scale_for`` for a cast in a compiled graph.
 
-        The scales are those of ``ScalePack.copy_factors``. With ``recomputes``, the factors are
-        those of the last forward, and the amaxes go to a tensor that no update reads.
+        The scales are those of ``ScalePack.copy_factors``, and the encode factors are views. With
+        ``recomputes``, the factors are those of the last forward, and the amaxes go to a tensor
+        that no update reads.
         """
-        pack, slot = self.pack, self._slot(index, experts)
-        start, previous = self.start + self.column_starts[index], recomputes and pack.advanced
-        first = None
+        pack = self.pack
         if record and not (recomputes or self.forward[index]):
             pack.watch_backward()
-        if not (recomputes or self.is_seeded(index)):
+        if not (recomputes or self.seeded[index] or self.is_seeded(index)):
             first = self._first_params(index, x, record, True, experts)
-        if first is not None:
-            aligned = _aligned_copy(torch.stack([factor.view(-1) for factor in first.factors]))
-            return first._replace(factors=Factors(aligned, first.factors.encode))
-        key = start, experts, previous
-        if key not in pack.views:
+            if first is not None:
+                aligned = _aligned_copy(torch.stack([factor.view(-1) for factor in first.factors]))
+                return aligned, first.factors.encode, first.amax_slot
+        previous = recomputes and pack.advanced
+        key = index, experts, previous
+        if key not in self._views:
+            slot = self._slot(index, experts)
             with torch.inference_mode(False):  # training uses these views, too
-                pair = (pack.previous if previous else pack.factors)[:, slot]
-                pack.views[key] = Factors.of(pair).encode, pack.amax[slot]
+                encode = Factors.of((pack.previous if previous else pack.factors)[:, slot]).encode
+                start = self.start + self.column_starts[index]
+                self._views[key] = slot, start, encode, pack.amax[slot]
+        slot, start, encode, amaxes = self._views[key]
         aligned = pack.copy_factors(slot, start, previous=previous, shares_launch=shares_launch)
-        encode, amaxes = pack.views[key]
         if recomputes:
             amaxes = torch.full_like(amaxes, NO_DATA)
-        amax_slot = amaxes if record or recomputes else None
-        return QuantParams(Factors(aligned, encode), amax_slot, "encode")
+        return aligned, encode, amaxes if record or recomputes else None
 
     def observe(self, index: int, x: Tensor | Groups, experts: range | None = None) -> None:
         """Record the amax of ``x`` without casting it (calibration)."""
