@@ -29,7 +29,7 @@ from float8lab.ops import Groups, Prologue
 from float8lab.ops.cast import cast_outputs, groups_of
 from float8lab.ops.declare import DirectCall, declare, planned
 from float8lab.ops.operand import Operand, Quantized
-from float8lab.recipes.delayed import Factors, QuantParams
+from float8lab.recipes.delayed import Factors, QuantParams, SlotFactors
 from float8lab.recipes.recipe import recipe_numbered
 from float8lab.recipes.reduction import group_named
 from float8lab.recipes.region import come_after_in_graph, static_tensor
@@ -130,36 +130,35 @@ def _cast(
     ))  # fmt: skip
 
 
-def _look(*args: Any, in_cuda_graph: bool = True) -> tuple[Any, ...]:
-    """Look up the state that the op with these arguments reads and writes; see ``_cast_by_slots``.
+_Options = tuple[torch.dtype, int, bool, bool, bool]
+"""The arguments of the op from ``fp8_dtype`` to ``dbias``."""
 
-    The result has no named fields, for each run of a graph would make them for each of its casts.
-    """
-    (prologue, inputs, dtype, handle, recipe, group, index, record, _, fp8_dtype, align,
-     rowwise, columnwise, dbias, offs, plan, first_expert) = args  # fmt: skip
+
+def _look(*args: Any, in_cuda_graph: bool = True) -> tuple[Matrix, SlotFactors, _Options]:
+    """Look up the state that the op reads and writes; return arguments of ``_cast_by_slots``."""
+    prologue, inputs, dtype, handle, recipe, group, index, record = args[:8]
+    offs, plan, first_expert = args[14:]
     x, experts = Prologue(prologue, inputs, dtype) if prologue else inputs[0], None
     if offs is not None:
         x, experts = Groups(prologue, inputs, dtype, offs, plan), offs.shape[0]
     elif inputs[0].ndim == 3:
         experts = inputs[0].shape[0]
     numbers = None if experts is None else range(first_expert, first_expert + experts)
-    factors_and_slot = _Handles.owners[handle.data_ptr()].params_in_graph(
+    factors = _Handles.owners[handle.data_ptr()].params_in_graph(
         recipe_numbered(recipe), group_named(group), index, record, x, numbers,
         shares_launch=not in_cuda_graph,
     )  # fmt: skip
-    return x, fp8_dtype, rowwise, columnwise, *factors_and_slot, dbias, align
+    return x, factors, args[9:14]  # named tuples would take 0.2 us each
 
 
-def _run(*args: Any) -> _Results:
+def _run(x: Matrix, factors: SlotFactors, options: _Options) -> _Results:
     """Call ``_cast_by_slots``, on a GPU as a recorded list of launches."""
-    return (_planned_cast if args[4].is_cuda else _cast_by_slots)(*args)
+    return (_planned_cast if factors[0].is_cuda else _cast_by_slots)(x, factors, options)
 
 
-def _cast_by_slots(
-    x: Matrix, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, scale: Tensor,
-    encode: Tensor, amax_slot: Tensor | None, dbias: bool, align: int,
-) -> _Results:  # fmt: skip
+def _cast_by_slots(x: Matrix, factors: SlotFactors, options: _Options) -> _Results:
     """Cast with the slots' factors, and return a copy of them, for the next update changes them."""
+    (scale, encode, amax_slot), (fp8_dtype, align, rowwise, columnwise, dbias) = factors, options
     spec, params = Spec(fp8_dtype), QuantParams(Factors(scale, encode), amax_slot, "encode")
     by_rows, by_columns = spec if rowwise else None, spec if columnwise else None
     result = quantize(x, by_rows, by_columns, params, dbias=dbias, align=align)

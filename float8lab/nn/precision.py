@@ -28,7 +28,7 @@ from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.in_graph import GraphState, new_handle
 from float8lab.nn.scales import DY, DelayedScales, GraphScales, ScaleSource, W, X
 from float8lab.ops import Groups, Prologue, as_matrix
-from float8lab.recipes.delayed import RECORDED, DelayedSlots
+from float8lab.recipes.delayed import RECORDED, DelayedSlots, SlotFactors
 from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
 from float8lab.recipes.recording import CHECKPOINTS, NO_BACKWARD, Recording
 from float8lab.recipes.reduction import channel, name_of_group, reducing_group
@@ -323,7 +323,7 @@ class Precision:
     def params_in_graph(
         self, recipe: Recipe, group: Any, index: int, record: bool, x: Tensor | Prologue | Groups,
         experts: range | None, *, shares_launch: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    ) -> SlotFactors:  # fmt: skip
         """Return ``DelayedSlots.params_in_graph`` when a compiled graph runs and casts ``x``."""
         slots = self._slots(recipe, (x if isinstance(x, Tensor) else x.inputs[0]).device, group)
         pack = slots.pack

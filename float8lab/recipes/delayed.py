@@ -47,8 +47,8 @@ from float8lab.recipes.recipe import DelayedScaling
 from float8lab.recipes.recording import NO_BACKWARD
 
 __all__ = [
-    "RECORDED", "Answer", "DelayedSlots", "Factors", "QuantParams", "ScalePack", "merge_packs",
-    "own_amax",
+    "RECORDED", "Answer", "DelayedSlots", "Factors", "QuantParams", "ScalePack", "SlotFactors",
+    "merge_packs", "own_amax",
 ]  # fmt: skip
 
 _TENSORS = ("history", "amax", "factors", "previous", "seeded", "steps", "fp8_max", "forward")
@@ -92,6 +92,10 @@ class QuantParams(NamedTuple):
     def of_scale(scale: Tensor, spec: Spec) -> QuantParams:
         """Make parameters from decode scales of blocks, whose encode factors are unknown."""
         return QuantParams(Factors(scale, scale), None, spec.rule_of("decode"))
+
+
+SlotFactors = tuple[Tensor, Tensor, Tensor | None]
+"""Decode scale, encode factor and amax slot of a cast in a compiled graph."""
 
 
 def _aligned_copy(factors: Tensor) -> Tensor:
@@ -388,7 +392,7 @@ class DelayedSlots:
         self.pack, self.start = pack, start
         # For casts in graphs, by tensor, experts, and whether with ``previous``: the slot, the
         # first slot of the tensor, and views of the encode factors and of the amaxes.
-        self._views: dict[Any, tuple[int | slice, int, Tensor, Tensor]] = {}
+        self._views: dict[tuple[object, ...], tuple[int | slice, int, Tensor, Tensor]] = {}
         for first, width in zip(self.column_starts, self.widths, strict=True):
             pack.widths[start + first] = width
         pack.members.append(weakref.ref(self))
@@ -593,7 +597,7 @@ class DelayedSlots:
     def params_in_graph(
         self, index: int, x: Tensor | Prologue | Groups, *, record: bool, experts: range | None,
         recomputes: bool, shares_launch: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    ) -> SlotFactors:  # fmt: skip
         """Return the factors and the slot of ``scale_for`` for a cast in a compiled graph.
 
         The scales are those of ``ScalePack.copy_factors``, and the encode factors are views. With
@@ -619,8 +623,8 @@ class DelayedSlots:
         slot, start, encode, amaxes = self._views[key]
         aligned = pack.copy_factors(slot, start, previous=previous, shares_launch=shares_launch)
         if recomputes:
-            amaxes = torch.full_like(amaxes, NO_DATA)
-        return aligned, encode, amaxes if record or recomputes else None
+            return aligned, encode, torch.full_like(amaxes, NO_DATA)
+        return aligned, encode, amaxes if record else None
 
     def observe(self, index: int, x: Tensor | Groups, experts: range | None = None) -> None:
         """Record the amax of ``x`` without casting it (calibration)."""

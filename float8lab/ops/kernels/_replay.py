@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -169,13 +169,15 @@ class _Call:
         self.run = self.generate(f"args[{i}]" for i in range(given))
         """Repeats the call for a list of the tensors among its arguments."""
 
-    def generate(self, tensors: Iterable[str], check: str = "") -> Callable[[Any], object]:
+    def generate(
+        self, tensors: Iterable[str], check: str = ""
+    ) -> Callable[[Sequence[object]], object]:
         """Return a function that repeats the call for tensors that are expressions of ``args``."""
         begin = [f"t{i} = {tensor}; p{i} = t{i}.data_ptr()" for i, tensor in enumerate(tensors)]
-        defined: dict[str, Any] = {}
+        defined: dict[str, Callable[[Sequence[object]], object]] = {}
         lines = ["def run(args):", *begin, *[check] * bool(check), *self._source]
         exec("\n    ".join(lines), self._names, defined)
-        return cast(Callable[[Any], object], defined["run"])
+        return defined["run"]
 
 
 def _empty_strided(

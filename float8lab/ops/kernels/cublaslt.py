@@ -17,7 +17,7 @@ import functools
 import threading
 import weakref
 from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ def multiply(
     if gemm.workspace_bytes:
         workspace = out.new_empty(gemm.workspace_bytes, dtype=torch.uint8)
     tensors = a, b, a_scale, b_scale, bias, out, workspace
-    addresses: list[Any] = [x if x is None else x.data_ptr() for x in tensors]
+    addresses = [0 if x is None else x.data_ptr() for x in tensors]
     gemm.launch(current_stream(device), *addresses)
     record = getattr(RECORDING, "launch", None)
     if record is not None:
@@ -162,7 +162,7 @@ class _ChosenGemm:
         try:
             scale_a.value, scale_b.value = b_scale, a_scale
             status = call(*attributes[0]) or call(*attributes[1])
-            if bias is not None:
+            if bias:
                 bias_address.value = bias
                 status = status or call(*attributes[2])
             if not status:
