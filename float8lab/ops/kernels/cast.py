@@ -24,20 +24,12 @@ from float8lab.formats import SCALE_RULES, largest
 from float8lab.ops import reference
 from float8lab.ops.cast import empty_scale
 from float8lab.ops.kernels import _common
+from float8lab.ops.kernels import cast_words as words
 from float8lab.ops.kernels import prologue as prologues
 from float8lab.ops.kernels._common import nan_for_infinity, scale_from_amax
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
 from float8lab.ops.kernels.cast_hopper import cast_tiles, has_tiles
-from float8lab.ops.kernels.cast_words import (
-    PARTIALS,
-    Options,
-    amax_rows_columns,
-    cast_words,
-    encode_of_tensor,
-    fits_at_once,
-    partial_amax,
-)
 from float8lab.ops.kernels.dequantize import transpose
 from float8lab.ops.kernels.grouped_cast import cast_groups
 from float8lab.ops.kernels.prologue import Matrix, load, tile_of_program
@@ -61,11 +53,11 @@ def amax_of(
     if fits and block in ((1, -1), (-1, 1)):
         shape, by_row = prologue_shape(prologue, inputs), block[0] == 1
         bits = inputs[0].new_zeros(shape[0] if by_row else shape[1], dtype=torch.int32)
-        amax_rows_columns(matrix, bits, 0, prologues.tile_for(prologue), by_row, not by_row)
+        words.amax_rows_columns(matrix, bits, 0, prologues.tile_for(prologue), by_row, not by_row)
         return bits.view(torch.float32).view((-1, 1) if by_row else (1, -1))
     if block != (-1, -1) or not fits:
         return reference.amax(prologues.value_of(*matrix) if prologue else inputs[0], block)
-    partial = partial_amax(matrix)
+    partial = words.partial_amax(matrix)
     return partial if prologue else partial.amax().view(1, 1)
 
 
@@ -123,7 +115,7 @@ def _cast_kernel(
     amaxes = (given_ptr, scale_ptr, None, amax_ptr, programs, eps)
     encode = 1.0
     if VALUES.function != "" and RULE != "":  # fewer registers than after the loads
-        encode = encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
+        encode = words.encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     x = load(inputs, rows, columns, tile_k, M, K, VALUES, TILE_K)
     if RULE == "":
@@ -133,7 +125,7 @@ def _cast_kernel(
         )  # fmt: skip
     else:
         if VALUES.function == "":
-            encode = encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
+            encode = words.encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
         x = nan_for_infinity(x, q_ptr.dtype.element_ty).to(tl.float32)
         q = _common.saturate(x * encode, x, q_ptr.dtype.element_ty)
         _common.store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
@@ -154,7 +146,7 @@ def _cast(
         *tensors, given, slot, q, scale, amax,
         *prologue_shape(*matrix[:2]), *q.shape, programs, eps, *sizes,
         LIMIT=largest(q.dtype), RULE=rule if makes_scales else "",
-        PARTIALS=1 if programs == 1 else PARTIALS,
+        PARTIALS=1 if programs == 1 else words.PARTIALS,
         BM=0 if makes_scales else block[0], BK=0 if makes_scales else block[1],
         DIVIDE=rule == "decode", **constants,
     )  # fmt: skip
@@ -274,7 +266,7 @@ def _quantize_blocks(
 
 
 def _cast_one_orientation(
-    matrix: Matrix, options: Options, given: Tensor | None = None, slot: Tensor | None = None
+    matrix: Matrix, options: words.Options, given: Tensor | None = None, slot: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return FP8 data, scales and amaxes of one orientation of a matrix that is not empty.
 
@@ -303,7 +295,7 @@ def _cast_one_orientation(
         return q, scale, None
     scale = empty_scale(first, q.shape, block)
     if block == (-1, -1):
-        partial = partial_amax(matrix) if given is None else given
+        partial = words.partial_amax(matrix) if given is None else given
         amax = None if prologue or given is not None else torch.empty_like(scale)
         _cast(matrix, q, partial, block, rule, eps, scale=scale, amax=amax)
         return q, scale, partial if prologue and given is None else amax
@@ -330,9 +322,9 @@ def cast(
     if not prologues.has_kernel(prologue, inputs, dtype) or (makes_scales and slot is not None):
         arguments: Any = (*options, rowwise, columnwise, dbias, given)
         return reference.cast(*matrix, *arguments, slot=slot)
-    if given is None and fits_at_once(matrix, options, columnwise=columnwise):
+    if given is None and words.fits_at_once(matrix, options, columnwise=columnwise):
         outputs = {"rowwise": rowwise, "columnwise": columnwise, "column_sum": dbias}
-        return cast_words(matrix, options, None, None, **outputs, at_once=True)
+        return words.cast_words(matrix, options, None, None, **outputs, at_once=True)
     has_block_amaxes = makes_scales and given is not None and block != (-1, -1)
     uses_words = prologue or given is not None or block == (1, -1)
     if both_orientations or (columnwise and uses_words):
@@ -345,7 +337,7 @@ def cast(
         is_per_tensor = block == (-1, -1) and rule != "decode"
         has_complete_words = round_up(prologue_shape(prologue, inputs)[0], align) % 4 == 0
         if has_complete_words and (is_per_tensor or (makes_scales and block == (1, -1))):
-            return cast_words(matrix, options, given, slot, rowwise=rowwise, column_sum=dbias)
+            return words.cast_words(matrix, options, given, slot, rowwise=rowwise, column_sum=dbias)
     # Cast each orientation separately, or transpose the FP8 data where both have the same bytes.
     transposes = both_orientations and (block[0] == block[1] or not makes_scales)
     if prologue and (dbias or (columnwise and not transposes)):

@@ -26,7 +26,6 @@ from float8lab.ops.kernels.prologue import _amax_kernel as find_amax
 from float8lab.ops.reference import prologue_shape, round_up
 
 _FLAT = _common.Tile(rows=1, columns=4096, warps=8)
-_AMAX = _common.Tile(rows=128, columns=64, warps=4)
 _AMAX_OF_FLOAT32 = _common.Tile(rows=64, columns=64, warps=4)
 
 _PROGRAMS_AT_ONCE = 3
@@ -70,7 +69,7 @@ def amax_rows_columns(
     prologue, inputs, _ = matrix
     shape = prologue_shape(prologue, inputs)
     if not prologue:
-        tile = _AMAX if inputs[0].element_size() == 2 else _AMAX_OF_FLOAT32
+        tile = prologues.WORDS_OF_MATRIX if inputs[0].element_size() == 2 else _AMAX_OF_FLOAT32
     tensors, constants = prologues.arguments_of(*matrix, tile)
     find_amaxes_of_rows[_common.grid_of(shape, tile)](
         *tensors, None, amaxes, *shape, None, 0, *shape, rows,
