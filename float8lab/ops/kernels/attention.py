@@ -37,7 +37,7 @@ from float8lab.ops import attention
 from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
-from float8lab.ops.kernels._tma import async_load
+from float8lab.ops.kernels._tma import arrive, async_load, barriers, wait_empty, wait_full
 from float8lab.ops.reference import attention as reference
 from float8lab.ops.reference import round_up
 
@@ -50,8 +50,7 @@ ALIGNMENT = tl.constexpr(128)
 """A padded sequence begins at a multiple of this number; zeros follow it up to the next one."""
 CHUNK = tl.constexpr(128)
 """How many sequences, or tiles, a kernel looks at in one step."""
-_CONSUMER_REGISTERS = 240
-_PRODUCER_REGISTERS = 24
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = map(gl.constexpr, (240, 24))
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -282,15 +281,15 @@ def merge_attention_(out: Tensor, lse: Tensor, seen: Tensor, seen_lse: Tensor) -
 
 
 @gluon.jit
-def _load_tiles(
-    arguments, GROUP: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr,
-):  # fmt: skip
+def _load_tiles(arguments, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Run the loading warp: it takes numbers of tiles, tells the groups, and loads for them."""
     q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr = arguments
     q_tiles, k_tiles, v_tiles, numbers = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    SLICE: gl.constexpr = v_desc.block_type.shape[3]
+    GROUP: gl.constexpr = q_tiles.shape[1]
+    STAGES: gl.constexpr = k_tiles.shape[0]
+    KEYS: gl.constexpr = k_tiles.shape[1]
+    SLICE: gl.constexpr = v_tiles.shape[2]
     SLICES: gl.constexpr = KEYS // SLICE
     end = _count_tiles(sizes, 2 * GROUP)
     number = gl.program_id(0)
@@ -309,13 +308,12 @@ def _load_tiles(
             async_load(q_desc, box, q_full.index(buffer), q_tiles.index(2 * buffer + group))
         for block in range(start, stop):
             stage = count % STAGES
-            phase = (count // STAGES) & 1
             key = block * KEYS
-            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            wait_empty(k_empty, count)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
             box = [batch, kv_head, k_start + key, 0]
             async_load(k_desc, box, k_full.index(stage), k_tiles.index(stage))
-            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            wait_empty(v_empty, count)
             mbarrier.expect(v_full.index(stage), SLICES * v_desc.block_type.nbytes)
             for index in gl.static_range(SLICES):
                 box = [batch, kv_head, 0, v_start + key + index * SLICE]
@@ -325,7 +323,7 @@ def _load_tiles(
         number = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
     # A number after the last tile tells the groups to stop.
     _tell_number(numbers, number, q_empty, pass_index)
-    mbarrier.arrive(q_full.index(pass_index % 2), count=1)
+    arrive(q_full, pass_index)
 
 
 @gluon.jit
@@ -339,29 +337,19 @@ def _tiles(desc, COUNT: gl.constexpr, BITS: gl.constexpr = 8):
 
 
 @gluon.jit
-def _barriers(number: gl.constexpr, COUNT: gl.constexpr):
-    """Make barriers, each of which waits for COUNT arrivals."""
-    bars = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(number):
-        mbarrier.init(bars.index(i), count=COUNT)
-    return bars
-
-
-@gluon.jit
 def _tell_number(numbers, number, q_empty, pass_index):
     """Tell the groups a tile's number, once they have released the queries of two passes ago."""
-    buffer = pass_index % 2
-    mbarrier.wait(q_empty.index(buffer), ((pass_index // 2) & 1) ^ 1)
+    wait_empty(q_empty, pass_index)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    numbers.index(buffer).store(gl.full([1], number, gl.int32, ONE))
+    numbers.index(pass_index % 2).store(gl.full([1], number, gl.int32, ONE))
 
 
 @gluon.jit
 def _next_number(numbers, q_full, pass_index):
     """Wait for the number of a tile from the loading warp."""
-    buffer = pass_index % 2
-    mbarrier.wait(q_full.index(buffer), (pass_index // 2) & 1)
-    return gl.max(numbers.index(buffer).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    wait_full(q_full, pass_index)
+    FOUR_WARPS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(numbers.index(pass_index % 2).load(FOUR_WARPS), 0)
 
 
 @gluon.jit
@@ -439,42 +427,40 @@ def _add_values(x, rescale, exp_sum, out, v_tiles, stage):
 
 
 @gluon.jit
-def _step(sums, q, k_tiles, v_tiles, bars, count, factor, STAGES: gl.constexpr):
+def _step(sums, q, k_tiles, v_tiles, bars, count, factor):
     """Add one block of keys, whose scores are given, and compute the scores of the next block."""
     s, largest, exp_sum, out = sums
-    k_full, k_empty, v_full, v_empty = bars
+    _, _, k_full, k_empty, v_full, v_empty = bars
+    STAGES: gl.constexpr = k_tiles.shape[0]
     SLICES: gl.constexpr = s.shape[1] // v_tiles.shape[2]
-    stage = count % STAGES
-    phase = (count // STAGES) & 1
-    count += 1
-    ahead = count % STAGES
+    stage, ahead = count % STAGES, (count + 1) % STAGES
     x, rescale, largest = _exponents(s, largest, factor)
-    mbarrier.wait(k_full.index(ahead), (count // STAGES) & 1)
+    wait_full(k_full, count + 1)
     # The new scores overwrite the registers of the old, so that no register has to be moved.
     k = k_tiles.index(ahead).permute((1, 0))
     s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
     # The wait comes this early, because its branch keeps ptxas from moving exponentials
     # ahead of the scores' GEMM.
-    mbarrier.wait(v_full.index(stage), phase)
+    wait_full(v_full, count)
     out, exp_sum = _add_values(x, rescale, exp_sum, out, v_tiles, stage)
     s = warpgroup_mma_wait(SLICES, (s,))
-    mbarrier.arrive(k_empty.index(ahead), count=1)
+    arrive(k_empty, count + 1)
     out = warpgroup_mma_wait(0, (out,))
-    mbarrier.arrive(v_empty.index(stage), count=1)
-    return s, largest, exp_sum, out, count
+    arrive(v_empty, count)
+    return s, largest, exp_sum, out, count + 1
 
 
 @gluon.jit
 def _attend(  # noqa: PLR0915
-    arguments, group: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr,
-):  # fmt: skip
+    arguments, group: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr
+):
     """Run a group of four warps: its queries of every tile look at all the keys."""
     tiles, bars, sizes, factor, v_scale, out_ptr, lse_ptr, max_ptr, DV = arguments
     q_tiles, k_tiles, v_tiles, numbers = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    kv_bars = (k_full, k_empty, v_full, v_empty)
     ROWS: gl.constexpr = q_tiles.shape[1]
+    STAGES: gl.constexpr = k_tiles.shape[0]
+    KEYS: gl.constexpr = k_tiles.shape[1]
     WIDTH: gl.constexpr = v_tiles.shape[1]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
@@ -495,11 +481,11 @@ def _attend(  # noqa: PLR0915
         largest = gl.full([ROWS], LOWEST, gl.float32, S_ROWS)
         exp_sum = gl.zeros([ROWS], gl.float32, S_ROWS)
         q = q_tiles.index(2 * (pass_index % 2) + group)
-        stage = count % STAGES
-        mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+        wait_full(k_full, count)
+        k = k_tiles.index(count % STAGES).permute((1, 0))
         s = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
-        s = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), s, use_acc=False)
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        s = warpgroup_mma(q, k, s, use_acc=False)
+        arrive(k_empty, count)
         # With a square causal mask, or with none, only the last block has masked keys.
         between = gl.minimum(masked_from - start, last) if RIGHT == 1 else last
         bounds = 0, masked_to, between, last
@@ -509,17 +495,16 @@ def _attend(  # noqa: PLR0915
                     key = (start + block) * KEYS
                     s = _hide(s, key, rows, SK, earliest, latest, LEFT and section == 0, RIGHT)
                 s, largest, exp_sum, out, count = _step(
-                    (s, largest, exp_sum, out), q, k_tiles, v_tiles, kv_bars, count, factor, STAGES
+                    (s, largest, exp_sum, out), q, k_tiles, v_tiles, bars, count, factor
                 )
-        mbarrier.arrive(q_empty.index(pass_index % 2), count=1)
+        arrive(q_empty, pass_index)
 
         s = _hide(s, (start + last) * KEYS, rows, SK, earliest, latest, LEFT, RIGHT)
         x, rescale, largest = _exponents(s, largest, factor)
-        stage = count % STAGES
-        mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
-        out, exp_sum = _add_values(x, rescale, exp_sum, out, v_tiles, stage)
+        wait_full(v_full, count)
+        out, exp_sum = _add_values(x, rescale, exp_sum, out, v_tiles, count % STAGES)
         out = warpgroup_mma_wait(0, (out,))
-        mbarrier.arrive(v_empty.index(stage), count=1)
+        arrive(v_empty, count)
         count += 1
         pass_index += 1
 
@@ -587,9 +572,7 @@ def _attention_kernel(
     STAGES: gl.constexpr,
     LEFT: gl.constexpr,  # whether EARLIEST is a limit
     RIGHT: gl.constexpr,  # whether LATEST is a limit: 0, 1, or 2 if one block of a tile is masked
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    GROUP: gl.constexpr = q_desc.block_type.shape[2]
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
     # There are buffers for the queries and numbers of two tiles.
     tiles = (
@@ -599,9 +582,9 @@ def _attention_kernel(
         gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     # Two groups have to empty a buffer.
-    q_full, q_empty = _barriers(2, 1), _barriers(2, 2)
-    k_full, k_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    v_full, v_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
+    q_full, q_empty = barriers(2, 1), barriers(2, 2)
+    k_full, k_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     fence_async_shared()
 
@@ -611,9 +594,9 @@ def _attention_kernel(
     sums = (tiles, bars, sizes, factor, gl.load(v_scale_ptr), out_ptr, lse_ptr, max_ptr, DV)
     gl.warp_specialize(
         [
-            (_attend, (sums, 0, KEYS, STAGES, LEFT, RIGHT)),
-            (_attend, (sums, 1, KEYS, STAGES, LEFT, RIGHT)),
-            (_load_tiles, (loads, GROUP, KEYS, STAGES, LEFT, RIGHT)),
+            (_attend, (sums, 0, LEFT, RIGHT)),
+            (_attend, (sums, 1, LEFT, RIGHT)),
+            (_load_tiles, (loads, LEFT, RIGHT)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -682,7 +665,6 @@ def fp8_attention(
         q_desc, k_desc, v_desc, q_scale, k_scale, v_scale, out, lse, max_scores, counter, plan,
         token_q, B, H, G, SQ, SK, diagonal - left, diagonal + right, DV, scale, STAGES=stages,
         LEFT=left >= 0, RIGHT=0 if right < 0 else 1 + is_square,
-        CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse, max_scores

@@ -46,11 +46,10 @@ from float8lab.ops import attention
 from float8lab.ops.kernels import _common
 from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels._replay import replayed
-from float8lab.ops.kernels._tma import async_load
+from float8lab.ops.kernels._tma import arrive, async_load, barriers, wait_empty, wait_full
 from float8lab.ops.kernels.attention import (
     LOG2_E,
     P_BITS,
-    _barriers,
     _count_tiles,
     _descriptor,
     _has_kernel,
@@ -182,13 +181,12 @@ def _prepare(
 
 
 @gluon.jit
-def _load_tiles(
-    arguments, FOR_KEYS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr
-):
+def _load_tiles(arguments, FOR_KEYS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Run the loading warp: it takes numbers of tiles, tells the groups, and loads for them."""
     fixed, streamed, numbers, bars, sizes, counter_ptr = arguments
     a_desc, b_desc, a_tiles, b_tiles = fixed
     fixed_full, fixed_empty, full, empty, _half_full = bars
+    STAGES: gl.constexpr = full.shape[0]
     tiling, heads_per_tile = sizes
     end = _count_tiles(tiling, 2 * ROWS)
     number = gl.program_id(0)
@@ -213,7 +211,7 @@ def _load_tiles(
             x_head = column_head * heads_per_tile + index
             for block in range(blocks[0], blocks[3]):
                 stage = count % STAGES
-                mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+                wait_empty(empty, count)
                 bar = full.index(stage)
                 box = [batch, x_head, start + block * ROWS, 0]
                 if FOR_KEYS:
@@ -237,15 +235,15 @@ def _load_tiles(
         number = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
     # A number after the last tile tells the groups to stop.
     _tell_number(numbers, number, fixed_empty, pass_index)
-    mbarrier.arrive(fixed_full.index(pass_index % 2), count=1)
+    arrive(fixed_full, pass_index)
 
 
 @gluon.jit
 def _convert_tiles(
-    x_tiles, half_tiles, numbers, bars, sizes, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+    x_tiles, half_tiles, numbers, bars, sizes, LEFT: gl.constexpr, RIGHT: gl.constexpr
+):
     """Run a group of four warps that converts blocks of FP8 data to float16."""
+    STAGES: gl.constexpr = x_tiles.shape[0]
     LANES: gl.constexpr = x_tiles.shape[2] // 16
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 16], [32 // LANES, LANES], [4, 1], [1, 0])
     fixed_full, full, half_full = bars[0], bars[2], bars[4]
@@ -262,7 +260,7 @@ def _convert_tiles(
         for _head in range(heads_per_tile):
             for block in range(blocks[0], blocks[3]):
                 stage = count % STAGES
-                mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+                wait_full(full, count)
                 x = x_tiles.index(stage).load(BY_ROW).to(gl.float16)
                 if tiling[7] is not None:
                     # Data after a sequence may be NaN, which even a probability of 0 does not hide.
@@ -270,7 +268,7 @@ def _convert_tiles(
                     x = gl.where(inside, x, 0.0)
                 half_tiles.index(stage).store(x)
                 fence_async_shared()
-                mbarrier.arrive(half_full.index(stage), count=1)
+                arrive(half_full, count)
                 count += 1
         pass_index += 1
         number = _next_number(numbers, fixed_full, pass_index)
@@ -279,8 +277,8 @@ def _convert_tiles(
 @gluon.jit
 def _all_barriers(STAGES: gl.constexpr):
     """Make barriers of tiles, blocks and float16 blocks; two groups have to empty a buffer."""
-    fixed_full, fixed_empty = _barriers(2, 1), _barriers(2, 2)
-    full, empty, half_full = _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(STAGES, 1)
+    fixed_full, fixed_empty = barriers(2, 1), barriers(2, 2)
+    full, empty, half_full = barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1)
     fence_async_shared()
     return fixed_full, fixed_empty, full, empty, half_full
 
@@ -290,15 +288,14 @@ def _all_barriers(STAGES: gl.constexpr):
 
 @gluon.jit
 def _add_queries(
-    dk, dv, k, v, streamed, bars, count, factor, offset, query, mask, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
+    dk, dv, k, v, streamed, bars, count, factor, offset, query, mask,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add a block of queries to the sums; scores are transposed, so that each row is a key."""
     q_tiles, d_tiles, t_tiles, r_tiles, half_tiles = streamed
-    full, empty, half_full = bars
-    stage = count % STAGES
-    phase = (count // STAGES) & 1
-    mbarrier.wait(full.index(stage), phase)
+    _, _, full, empty, half_full = bars
+    stage = count % full.shape[0]
+    wait_full(full, count)
     zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
     q, d = q_tiles.index(stage).permute((1, 0)), d_tiles.index(stage).permute((1, 0))
     s = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
@@ -318,10 +315,10 @@ def _add_queries(
     dp = warpgroup_mma_wait(1, (dp,))
     ds = (p * (dp * DS_SCALE - delta)).to(gl.float16)
     ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2), assert_trivial=True)
-    mbarrier.wait(half_full.index(stage), phase)
+    wait_full(half_full, count)
     dk = warpgroup_mma(ds, half_tiles.index(stage), dk, is_async=True)
     dk, dv = warpgroup_mma_wait(0, (dk, dv))
-    mbarrier.arrive(empty.index(stage), count=1)
+    arrive(empty, count)
     return dk, dv, count + 1
 
 
@@ -351,13 +348,10 @@ def _largest_kernel(
 
 
 @gluon.jit
-def _attend_queries(
-    arguments, group: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr
-):
+def _attend_queries(arguments, group: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Run a group of four warps: its keys of every tile look at all the queries."""
     k_tiles, v_tiles, streamed, numbers, bars, sizes, scales, outs = arguments
-    fixed_full, fixed_empty, full, empty, half_full = bars
-    block_bars = full, empty, half_full
+    fixed_full, fixed_empty, _full, _empty, _half_full = bars
     factor, k_factor, largest_ptr = scales
     dk_ptr, dv_ptr, D, DV = outs
     WIDTH: gl.constexpr = k_tiles.shape[2]
@@ -389,10 +383,10 @@ def _attend_queries(
             for section in gl.static_range(3):
                 for block in range(bounds[section], bounds[section + 1]):
                     dk, dv, count = _add_queries(
-                        dk, dv, k, v, streamed, block_bars, count, factor, offset, block * ROWS,
-                        mask, LEFT, RIGHT, section != 1, STAGES,
+                        dk, dv, k, v, streamed, bars, count, factor, offset, block * ROWS, mask,
+                        LEFT, RIGHT, section != 1,
                     )  # fmt: skip
-        mbarrier.arrive(fixed_empty.index(buffer), count=1)
+        arrive(fixed_empty, pass_index)
         pass_index += 1
         _store(dv_ptr, dv * gl.exp2(offset), first, heads, keys, DV, tiling)
         dk *= gl.exp2(largest) * k_factor
@@ -439,10 +433,10 @@ def _keys_kernel(
     loads = fixed, streamed, numbers, bars, sizes, counter_ptr
     gl.warp_specialize(
         [
-            (_attend_queries, (sums, 0, LEFT, RIGHT, STAGES)),
-            (_attend_queries, (sums, 1, LEFT, RIGHT, STAGES)),
-            (_convert_tiles, (q_tiles, half_tiles, numbers, bars, sizes, LEFT, RIGHT, STAGES)),
-            (_load_tiles, (loads, True, LEFT, RIGHT, STAGES)),
+            (_attend_queries, (sums, 0, LEFT, RIGHT)),
+            (_attend_queries, (sums, 1, LEFT, RIGHT)),
+            (_convert_tiles, (q_tiles, half_tiles, numbers, bars, sizes, LEFT, RIGHT)),
+            (_load_tiles, (loads, True, LEFT, RIGHT)),
         ],
         [4, 4, 1],
         [CONSUMER_REGISTERS, CONVERTER_REGISTERS, LOADER_REGISTERS],
@@ -453,11 +447,11 @@ def _keys_kernel(
 
 
 @gluon.jit
-def _multiply_scores(s, dp, q, d, streamed, bars, count, exists, STAGES: gl.constexpr):
+def _multiply_scores(s, dp, q, d, streamed, full, count, exists):
     """Start the GEMMs of a block's scores and of the probabilities' gradients."""
     k_tiles, v_tiles, _ = streamed
-    stage = count % STAGES
-    mbarrier.wait(bars[0].index(stage), (count // STAGES) & 1, pred=exists)
+    stage = count % full.shape[0]
+    wait_full(full, count, exists)
     k, v = k_tiles.index(stage).permute((1, 0)), v_tiles.index(stage).permute((1, 0))
     s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
     dp = warpgroup_mma(d, v, dp, use_acc=False, is_async=True)
@@ -467,35 +461,32 @@ def _multiply_scores(s, dp, q, d, streamed, bars, count, exists, STAGES: gl.cons
 @gluon.jit
 def _add_keys(
     s, dp, dq, q, d, streamed, bars, count, factor, lse, delta, key, mask, has_next,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add a block of keys, whose scores are given, and compute the scores of the next block."""
-    empty, half_full = bars[1], bars[2]
-    stage = count % STAGES
+    _, _, full, empty, half_full = bars
+    stage = count % full.shape[0]
     x = s * factor - gl.expand_dims(lse, 1)
     y = dp * DS_SCALE - gl.expand_dims(delta, 1)
     if MASKED:
         visible = _visible(s, key, *mask, LEFT, RIGHT)
         x, y = gl.where(visible, x, -float("inf")), gl.where(visible, y, 0.0)
     # The new scores overwrite the registers of the old. After the last block they have no meaning.
-    s, dp = _multiply_scores(s, dp, q, d, streamed, bars, count + 1, has_next, STAGES)
+    s, dp = _multiply_scores(s, dp, q, d, streamed, full, count + 1, has_next)
     ds = (gl.exp2(x) * y).to(gl.float16)
     ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dq.type.layout, 2), assert_trivial=True)
-    mbarrier.wait(half_full.index(stage), (count // STAGES) & 1)
+    wait_full(half_full, count)
     dq = warpgroup_mma(ds, streamed[2].index(stage), dq, is_async=True)
     s, dp, dq = warpgroup_mma_wait(0, (s, dp, dq))
-    mbarrier.arrive(empty.index(stage), count=1)
+    arrive(empty, count)
     return s, dp, dq, count + 1
 
 
 @gluon.jit
-def _attend_keys(
-    arguments, group: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, STAGES: gl.constexpr
-):
+def _attend_keys(arguments, group: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Run a group of four warps: its queries of every tile look at all the keys."""
     q_tiles, d_tiles, streamed, numbers, bars, sizes, scales, outs = arguments
-    fixed_full, fixed_empty, full, empty, half_full = bars
-    block_bars = full, empty, half_full
+    fixed_full, fixed_empty, full, _empty, _half_full = bars
     factor, q_factor, rows_ptr = scales
     dq_ptr, D, PADDED = outs
     WIDTH: gl.constexpr = q_tiles.shape[2]
@@ -519,16 +510,16 @@ def _attend_keys(
         lse = gl.load(row_ptrs) + gl.log2(row_scale) - P_BITS
         dq = gl.zeros([ROWS, WIDTH], gl.float32, DQ_LAYOUT)
         zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
-        s, dp = _multiply_scores(zeros, zeros, q, d, streamed, block_bars, count, True, STAGES)
+        s, dp = _multiply_scores(zeros, zeros, q, d, streamed, full, count, True)
         s, dp = warpgroup_mma_wait(0, (s, dp))
         bounds = start, masked_to, gl.maximum(gl.minimum(masked_from, stop - 1), masked_to), stop
         for section in gl.static_range(3):
             for block in range(bounds[section], bounds[section + 1]):
                 s, dp, dq, count = _add_keys(
-                    s, dp, dq, q, d, streamed, block_bars, count, factor, lse, delta, block * ROWS,
-                    mask, section == 1 or block < stop - 1, LEFT, RIGHT, section != 1, STAGES,
+                    s, dp, dq, q, d, streamed, bars, count, factor, lse, delta, block * ROWS, mask,
+                    section == 1 or block < stop - 1, LEFT, RIGHT, section != 1,
                 )  # fmt: skip
-        mbarrier.arrive(fixed_empty.index(buffer), count=1)
+        arrive(fixed_empty, pass_index)
         pass_index += 1
         decode = gl.convert_layout(row_scale * q_factor, gl.SliceLayout(1, DQ_LAYOUT))
         dq = dq * gl.expand_dims(decode, 1)
@@ -568,10 +559,10 @@ def _queries_kernel(
     loads = fixed, streamed, numbers, bars, sizes, counter_ptr
     gl.warp_specialize(
         [
-            (_attend_keys, (sums, 0, LEFT, RIGHT, STAGES)),
-            (_attend_keys, (sums, 1, LEFT, RIGHT, STAGES)),
-            (_convert_tiles, (k_tiles, half_tiles, numbers, bars, sizes, LEFT, RIGHT, STAGES)),
-            (_load_tiles, (loads, False, LEFT, RIGHT, STAGES)),
+            (_attend_keys, (sums, 0, LEFT, RIGHT)),
+            (_attend_keys, (sums, 1, LEFT, RIGHT)),
+            (_convert_tiles, (k_tiles, half_tiles, numbers, bars, sizes, LEFT, RIGHT)),
+            (_load_tiles, (loads, False, LEFT, RIGHT)),
         ],
         [4, 4, 1],
         [CONSUMER_REGISTERS, CONVERTER_REGISTERS, LOADER_REGISTERS],
