@@ -35,9 +35,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from float8lab.ops.kernels import _tma
 from float8lab.ops.kernels._common import ceil_div, multiprocessors
 from float8lab.ops.kernels._launch import launched
-from float8lab.ops.kernels._tma import async_load, async_store
+from float8lab.ops.kernels._tma import arrive, async_load, async_store, wait_empty, wait_full
 
 _ROWS = 128
 _COLUMNS = 256
@@ -105,13 +106,13 @@ def _balanced_tile(pass_index, programs, tiles):
 
 
 @gluon.jit
-def _find(tile, schedule, plan_ptr, BAND: gl.constexpr, GROUPS: gl.constexpr):
+def _find(tile, schedule, BAND: gl.constexpr, GROUPS: gl.constexpr):
     """Find the operands of a tile, and where it is in y.
 
     Return its group; row and first step of a; row and column of b; its number of steps; how many
     rows its group has left from this row on (``left``); and its column in y.
     """
-    tiles_m, tiles_n, steps, _, programs, E, M, _, b_rows, b_columns = schedule
+    tiles_m, tiles_n, steps, _, programs, E, M, _, b_rows, b_columns, plan_ptr = schedule
     if GROUPS == GROUPED_SUMS:
         tile = _balanced_tile(tile, programs, tiles_m * tiles_n)
     m, n = tile_position(tile, tiles_m, tiles_n, BAND)
@@ -191,18 +192,19 @@ def store_rows(sums, y_desc, y_tile, row, column):
 
 
 @gluon.jit
-def _load_tiles(arguments, BAND: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
+def _load_tiles(arguments, BAND: gl.constexpr, GROUPS: gl.constexpr):
     """Run the warp that loads."""
-    a_desc, b_desc, a_tiles, b_tiles, full, empty, schedule, plan_ptr = arguments
-    tiles_m, tiles_n, _, first_tile, programs, _, _, _, _, _ = schedule
+    a_desc, b_desc, a_tiles, b_tiles, full, empty, schedule = arguments
+    tiles_m, tiles_n, _, first_tile, programs, _, _, _, _, _, _ = schedule
+    STAGES: gl.constexpr = full.shape[0]
     count = 0
     for tile in range(first_tile, tiles_m * tiles_n, programs):
         _group, row, first, b_row, b_column, steps, _left, _column = _find(
-            tile, schedule, plan_ptr, BAND, GROUPS
+            tile, schedule, BAND, GROUPS
         )
         for step in range(steps):
             stage = count % STAGES
-            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+            wait_empty(empty, count)
             bar = full.index(stage)
             mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
             async_load(a_desc, [row, (first + step) * STEP], bar, a_tiles.index(stage))
@@ -249,58 +251,57 @@ def _add_bias(sums, scales, group, column, steps, N):
 
 
 @gluon.jit
-def _multiply_fast(
-    arguments, number: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, BIAS: gl.constexpr,
-):  # fmt: skip
+def _multiply_fast(arguments, number: gl.constexpr, BAND: gl.constexpr, GROUPS: gl.constexpr):
     """Run a group of warps that leaves the sums to the tensor cores."""
-    a_tiles, b_tiles, y_tiles, _, full, empty, schedule, plan_ptr, y_desc, y_ptr, scales = arguments
-    tiles_m, tiles_n, _, first_tile, programs, _, M, N, _, _ = schedule
+    a_tiles, b_tiles, y_tiles, _, full, empty, schedule, y_desc, y_ptr, scales = arguments
+    tiles_m, tiles_n, _, first_tile, programs, _, M, N, _, _, _ = schedule
+    bias_ptr = scales[7]
+    STAGES: gl.constexpr = full.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * PART, 32])
     count = 0
     last = tiles_m * tiles_n - 1
     group, row, _first, _b_row, _b_column, steps, left, column = _find(
-        gl.minimum(first_tile, last), schedule, plan_ptr, BAND, GROUPS
+        gl.minimum(first_tile, last), schedule, BAND, GROUPS
     )
     for tile in range(first_tile, tiles_m * tiles_n, programs):
         sums = gl.zeros([HALF, 2 * PART], gl.float32, LAYOUT)
         for step in range(steps):
             stage = count % STAGES
-            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+            wait_full(full, count)
             a = a_tiles.index(stage).slice(HALF * number, HALF)
             sums = warpgroup_mma(a, b_tiles.index(stage).permute((1, 0)), sums, is_async=True)
             sums = warpgroup_mma_wait(1, (sums,))
-            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
+            arrive(empty, count + STAGES - 1, step > 0)
             count += 1
         sums = warpgroup_mma_wait(0, (sums,))
-        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=steps > 0)
+        arrive(empty, count + STAGES - 1, steps > 0)
         below = HALF * number
         y_tile = y_tiles.index(number)
         y_row = group * M + row if GROUPS == GROUPED_SUMS else row  # results are below each other
         sums = _scale(sums, scales, group, row + below, column, M, N)
         ahead = gl.minimum(tile + programs, last)
-        if BIAS:
+        if bias_ptr is not None:
             sums = _add_bias(sums, scales, group, column, steps, N)
         else:  # find the next tile while storing this tile; with a bias, registers would spill
-            following = _find(ahead, schedule, plan_ptr, BAND, GROUPS)
+            following = _find(ahead, schedule, BAND, GROUPS)
         _store(sums, y_desc, y_ptr, y_tile, y_row + below, column, left - below, N, GROUPS)
-        if BIAS:
-            following = _find(ahead, schedule, plan_ptr, BAND, GROUPS)
+        if bias_ptr is not None:
+            following = _find(ahead, schedule, BAND, GROUPS)
         group, row, _first, _b_row, _b_column, steps, left, column = following
     tma.store_wait(0)
 
 
 @gluon.jit
 def _multiply_quarters(  # noqa: PLR0915
-    arguments, number: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, BIAS: gl.constexpr, BLOCK: gl.constexpr, B_BY_ROW: gl.constexpr,
-):  # fmt: skip
+    arguments, number: gl.constexpr, BAND: gl.constexpr, GROUPS: gl.constexpr, MODE: gl.constexpr
+):
     """Run a group of warps that multiplies a quarter, 64 x 128, at a time."""
-    (
-        a_tiles, b_tiles, y_tiles, b_scales, full, empty, schedule, plan_ptr, y_desc, y_ptr, scales,
-    ) = arguments  # fmt: skip
-    tiles_m, tiles_n, _, first_tile, programs, _, M, N, _, _ = schedule
-    a_scale_ptr, b_scale_ptr, _, a_step, b_stride, b_row_stride, _, _, b_step = scales
+    a_tiles, b_tiles, y_tiles, b_scales, full, empty, schedule, y_desc, y_ptr, scales = arguments
+    tiles_m, tiles_n, _, first_tile, programs, _, M, N, _, _, _ = schedule
+    a_scale_ptr, b_scale_ptr, _, a_step, b_stride, b_row_stride, _, bias_ptr, b_step = scales
+    STAGES: gl.constexpr = full.shape[0]
+    BLOCK: gl.constexpr = MODE != "precise"
+    B_BY_ROW: gl.constexpr = MODE == "rows"
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
     rows = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, PART, gl.BlockedLayout([1], [32], [4], [0]))
@@ -313,12 +314,12 @@ def _multiply_quarters(  # noqa: PLR0915
     count = 0
     last = tiles_m * tiles_n - 1
     group, row, first, _b_row, _b_column, steps, left, column = _find(
-        gl.minimum(first_tile, last), schedule, plan_ptr, BAND, GROUPS
+        gl.minimum(first_tile, last), schedule, BAND, GROUPS
     )
     for tile in range(first_tile, tiles_m * tiles_n, programs):
         if GROUPS == DENSE:  # nothing is read, and the loop carries fewer values
             group, row, first, _b_row, _b_column, steps, left, column = _find(
-                tile, schedule, plan_ptr, BAND, GROUPS
+                tile, schedule, BAND, GROUPS
             )
         sums0 = gl.zeros([HALF, PART], gl.float32, LAYOUT)
         sums1 = gl.zeros([HALF, PART], gl.float32, LAYOUT)
@@ -358,7 +359,7 @@ def _multiply_quarters(  # noqa: PLR0915
                     next_b1 = gl.load(b_scales_ptr + (ahead * b_step + b1))
                 next_a0 = gl.load(a_scales + (ahead * a_step + a0))
                 next_b0 = gl.load(b_scales_ptr + (ahead * b_step + b0))
-            mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+            wait_full(full, count)
             a, b = a_tiles.index(stage), b_tiles.index(stage)
             partial = _multiply_quarter(a, b, partial, 0, number, B_BY_ROW)
             if B_BY_ROW:
@@ -369,15 +370,15 @@ def _multiply_quarters(  # noqa: PLR0915
             partial = _multiply_quarter(a, b, partial, 1, number, B_BY_ROW)
             partial = warpgroup_mma_wait(0, (partial,))
             # Always true: Triton 3.6 would drop ``steps``, which tiles carry, were it only a bound.
-            mbarrier.arrive(empty.index(stage), count=1, pred=step < steps)
+            arrive(empty, count, step < steps)
             sums1 = _add_part(sums1, partial, scale1, b_scale, B_BY_ROW, BLOCK)
             count += 1
         if GROUPS != DENSE:  # find the next tile while storing this tile
-            following = _find(gl.minimum(tile + programs, last), schedule, plan_ptr, BAND, GROUPS)
+            following = _find(gl.minimum(tile + programs, last), schedule, BAND, GROUPS)
         if not BLOCK:
             sums0 = _scale(sums0, scales, group, row + row0, column + column0, M, N)
             sums1 = _scale(sums1, scales, group, row + row1, column + column1, M, N)
-        if BIAS:
+        if bias_ptr is not None:
             sums0 = _add_bias(sums0, scales, group, column + column0, steps, N)
             sums1 = _add_bias(sums1, scales, group, column + column1, steps, N)
         y_tile = y_tiles.index(number)
@@ -398,12 +399,12 @@ def _multiply_tiles_kernel(
     y_ptr,
     a_scale_ptr,  # fp32: by group and row; with BLOCK [M, ceil K / 128] with stride (1, a_step)
     b_scale_ptr,  # fp32: by group and row, and with BLOCK by step
-    bias_ptr,  # [E, N], if BIAS
+    bias_ptr,  # None or [E, N]
     plan_ptr,  # [E + 1 + tiles, 4] int32, see grouped_cast.py; None if DENSE
     M, N, K, E, b_rows, b_columns,
     a_stride, a_row_stride, a_step, b_stride, b_row_stride, b_step,
-    MODE: gl.constexpr, GROUPS: gl.constexpr, BIAS: gl.constexpr, BAND: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    MODE: gl.constexpr, GROUPS: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = a_desc.block_shape[0]
     COLUMNS: gl.constexpr = b_desc.block_shape[0]
@@ -413,11 +414,7 @@ def _multiply_tiles_kernel(
     y_tiles = gl.allocate_shared_memory(y_desc.dtype, [2, HALF, WIDTH], y_desc.layout)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     b_scales = gl.allocate_shared_memory(gl.float32, [2, PART], flat)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)  # both groups of warps
+    full, empty = _tma.barriers(STAGES, 1), _tma.barriers(STAGES, 2)  # two groups empty it
     fence_async_shared()
 
     tiles_n = gl.cdiv(N, COLUMNS)
@@ -427,29 +424,25 @@ def _multiply_tiles_kernel(
         tiles_m = E * gl.cdiv(M, ROWS)
     steps = gl.cdiv(K, STEP)
     first, programs = gl.program_id(0), gl.num_programs(0)
-    schedule = (tiles_m, tiles_n, steps, first, programs, E, M, N, b_rows, b_columns)
+    schedule = (tiles_m, tiles_n, steps, first, programs, E, M, N, b_rows, b_columns, plan_ptr)
     scales = (
         a_scale_ptr, b_scale_ptr, a_stride, a_step, b_stride, b_row_stride, a_row_stride,
         bias_ptr, b_step,
     )  # fmt: skip
-    loads = (a_desc, b_desc, a_tiles, b_tiles, full, empty, schedule, plan_ptr)
-    sums = (
-        a_tiles, b_tiles, y_tiles, b_scales, full, empty, schedule, plan_ptr, y_desc, y_ptr, scales,
-    )  # fmt: skip
+    loads = (a_desc, b_desc, a_tiles, b_tiles, full, empty, schedule)
+    sums = (a_tiles, b_tiles, y_tiles, b_scales, full, empty, schedule, y_desc, y_ptr, scales)
     REGISTERS: gl.constexpr = [CONSUMER_REGISTERS, PRODUCER_REGISTERS]
     if MODE == "fast":
         gl.warp_specialize([
-            (_multiply_fast, (sums, 0, BAND, STAGES, GROUPS, BIAS)),
-            (_multiply_fast, (sums, 1, BAND, STAGES, GROUPS, BIAS)),
-            (_load_tiles, (loads, BAND, STAGES, GROUPS)),
+            (_multiply_fast, (sums, 0, BAND, GROUPS)),
+            (_multiply_fast, (sums, 1, BAND, GROUPS)),
+            (_load_tiles, (loads, BAND, GROUPS)),
         ], [4, 1], REGISTERS)  # fmt: skip
     else:
-        BLOCK: gl.constexpr = MODE != "precise"
-        BY_ROW: gl.constexpr = MODE == "rows"
         gl.warp_specialize([
-            (_multiply_quarters, (sums, 0, BAND, STAGES, GROUPS, BIAS, BLOCK, BY_ROW)),
-            (_multiply_quarters, (sums, 1, BAND, STAGES, GROUPS, BIAS, BLOCK, BY_ROW)),
-            (_load_tiles, (loads, BAND, STAGES, GROUPS)),
+            (_multiply_quarters, (sums, 0, BAND, GROUPS, MODE)),
+            (_multiply_quarters, (sums, 1, BAND, GROUPS, MODE)),
+            (_load_tiles, (loads, BAND, GROUPS)),
         ], [4, 1], REGISTERS)  # fmt: skip
 
 
@@ -489,9 +482,9 @@ def multiply_tiles(
         _descriptor(y.view(-1, N), 64, 256 if mode == "fast" else 128), y,
         a_scale, b_scale, bias, plan, M, N, K, E, *b_offset,
         a_stride, a_row, a_step, b_stride, b_row, b_step,
-        MODE=mode, GROUPS=groups, BIAS=bias is not None, BAND=config.band,
-        STAGES=config.stages, CONSUMER_REGISTERS=config.registers[0],
-        PRODUCER_REGISTERS=config.registers[1], num_warps=4, enable_fp_fusion=True,
+        MODE=mode, GROUPS=groups, BAND=config.band, STAGES=config.stages,
+        CONSUMER_REGISTERS=config.registers[0], PRODUCER_REGISTERS=config.registers[1],
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return y
 
