@@ -361,10 +361,9 @@ def check_largest_weights() -> None:
     ends = [torch.tensor([0, *side[:3]], dtype=torch.int32).cumsum(0).int() for side in lengths]
     sequences = list(zip(*lengths, ends[0].tolist(), strict=False))
     for G, heads, is_packed in ((2, 3, False), (1, 1, True), (3, 2, True)):
-        SQ, SK, key_tiles, plan = 500, 700, 6, None
-        if is_packed:
-            key_tiles += 3
-            plan = attention._plan(*ends[::-1], SK, key_tiles, last_first=False)
+        SQ, SK = 500, 700
+        lengths_of_sides = ends[::-1] if is_packed else (None, None)
+        key_tiles, plan = attention._plan(*lengths_of_sides, 1, SK, last_first=False)
         _, padded = attention._padded_size(SQ, ends[0] if is_packed else None)
         weights = torch.randn(G * heads, padded // 64) * 9
         for left, right in ((-1, -1), (-1, 0), (70, 30), (64, -1)):

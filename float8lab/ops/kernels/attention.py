@@ -653,13 +653,8 @@ def fp8_attention(
     v_width = max(_common.next_power_of_2(DV), 16)
     v_desc = _descriptor(_transpose_values(v, counter, cu_seqlens_k), v_width, _SLICE)
     q_desc, k_desc = _descriptor(q, _GROUP, _width(D)), _descriptor(k, keys, _width(D))
-    tiles = _common.ceil_div(SQ, _QUERIES) * B
-    plan = None
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        tiles += cu_seqlens_q.shape[0] - 1
-        plan = _plan(cu_seqlens_q, cu_seqlens_k, SQ, tiles, last_first=True)
-    else:
-        diagonal += SK - SQ
+    tiles, plan = _plan(cu_seqlens_q, cu_seqlens_k, B, SQ, last_first=True)
+    diagonal += SK - SQ if plan is None else 0
     is_square = plan is None and keys == _QUERIES and diagonal + right == 0
     _attention_kernel[(min(_common.multiprocessors(q.device), tiles * H),)](
         q_desc, k_desc, v_desc, q_scale, k_scale, v_scale, out, lse, max_scores, counter, plan,
@@ -671,12 +666,16 @@ def fp8_attention(
 
 
 def _plan(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, SQ: int, tiles: int, *, last_first: bool
-) -> Tensor:
-    """Make a plan of the tiles of packed sequences; there are at most ``tiles``."""
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, B: int, SQ: int, *, last_first: bool
+) -> tuple[int, Tensor | None]:
+    """Return the most tiles of a head, and a plan of those of packed sequences."""
+    tiles = _common.ceil_div(SQ, _QUERIES) * B
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return tiles, None
     sequences = cu_seqlens_q.shape[0] - 1
+    tiles += sequences
     plan = cu_seqlens_q.new_empty((1 + tiles, FIELDS.value), dtype=torch.int32)
     _plan_kernel[(sequences + 1,)](
         cu_seqlens_q, cu_seqlens_k, plan, sequences, SQ, QUERIES=_QUERIES, LAST_FIRST=last_first
     )
-    return plan
+    return tiles, plan

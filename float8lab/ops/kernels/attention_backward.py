@@ -584,14 +584,9 @@ def _fp8_backward(
         dout, out, token_q, lse.contiguous(), max_scores.contiguous(), v_scale, cu_seqlens_q
     )
     dq, dk, dv = (reference.empty_by_token(x, x.shape, dout.dtype) for x in (q, k, v))
-    tiles, key_tiles = (_common.ceil_div(S, 2 * ROWS.value) * B for S in (SQ, SK))
-    plan = key_plan = None
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        tiles, key_tiles = (n + cu_seqlens_q.shape[0] - 1 for n in (tiles, key_tiles))
-        plan = _plan(cu_seqlens_q, cu_seqlens_k, SQ, tiles, last_first=True)
-        key_plan = _plan(cu_seqlens_k, cu_seqlens_q, SK, key_tiles, last_first=False)
-    else:
-        diagonal += SK - SQ
+    tiles, plan = _plan(cu_seqlens_q, cu_seqlens_k, B, SQ, last_first=True)
+    key_tiles, key_plan = _plan(cu_seqlens_k, cu_seqlens_q, B, SK, last_first=False)
+    diagonal += SK - SQ if plan is None else 0
     q_desc, k_desc, v_desc, d_desc = (
         _descriptor(x, ROWS.value, _width(x.shape[3])) for x in (q, k, v, d)
     )
