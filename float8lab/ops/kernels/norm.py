@@ -49,11 +49,11 @@ def _block_of(indices, size, SIZE: tl.constexpr):
 @triton.jit
 def _load_values(
     x_ptr, scale_ptr, M, K, stride_xm, stride_xk, stride_sm, stride_sk, rows, columns,
-    SCALED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of the input as float32; a SCALED input is dequantized to DTYPE first."""
+    """Load a tile of the input as float32; one with scales is dequantized to DTYPE first."""
     x = _common.load_tile(x_ptr, rows, columns, M, K, stride_xm, stride_xk).to(tl.float32)
-    if SCALED:
+    if scale_ptr is not None:
         m, k = _block_of(rows, M, BM), _block_of(columns, K, BK)
         scale = tl.load(scale_ptr + m[:, None] * stride_sm + k[None, :] * stride_sk)
         x = (x * scale).to(DTYPE).to(tl.float32)
@@ -62,61 +62,61 @@ def _load_values(
 
 @launched
 def _norm_kernel(
-    x_ptr,  # [M, K] any float, or FP8 if SCALED
-    scale_ptr,  # one per block of BM x BK, or broadcast, fp32
+    x_ptr,  # [M, K] any float, or FP8 with scales
+    scale_ptr,  # None, or one per block of BM x BK, or broadcast, fp32
     weight_ptr,  # [K] any float
-    bias_ptr,  # [K] any float
-    y_ptr,  # [M, K] DTYPE
-    mean_ptr,  # [M] fp32
+    bias_ptr,  # None or [K] any float
+    y_ptr,  # None or [M, K] DTYPE
+    mean_ptr,  # None, or [M] fp32 if values are centered
     rstd_ptr,  # [M] fp32
-    amax_ptr,  # [1] fp32, 0 at first
+    amax_ptr,  # None or [1] fp32, 0 at first
     M, K, stride_xm, stride_xk, stride_sm, stride_sk, eps,
-    CENTER: tl.constexpr, WRITE: tl.constexpr, AMAX: tl.constexpr, SCALED: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,  # 0 is the whole dimension
     SINGLE: tl.constexpr,  # a tile holds complete rows
     DTYPE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
+    CENTER: tl.constexpr = mean_ptr is not None
     rows = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     columns = tl.arange(0, TILE_K).to(tl.int64)
     size = tl.cast(K, tl.float32)
     matrix = (x_ptr, scale_ptr, M, K, stride_xm, stride_xk, stride_sm, stride_sk)
-    x = _load_values(*matrix, rows, columns, SCALED, BM, BK, DTYPE)
+    x = _load_values(*matrix, rows, columns, BM, BK, DTYPE)
 
     mean = tl.zeros([TILE_M], tl.float32)
     if CENTER:
         row_sum = tl.sum(x, 1)
         if not SINGLE:
             for start in range(TILE_K, K, TILE_K):
-                values = _load_values(*matrix, rows, start + columns, SCALED, BM, BK, DTYPE)
+                values = _load_values(*matrix, rows, start + columns, BM, BK, DTYPE)
                 row_sum += tl.sum(values, 1)
         mean = tl.div_rn(row_sum, size)
         tl.store(mean_ptr + rows, mean, mask=rows < M)
     row_sum = _squared_deviation(x, mean, columns, K, CENTER)
     if not SINGLE:
         for start in range(TILE_K, K, TILE_K):
-            values = _load_values(*matrix, rows, start + columns, SCALED, BM, BK, DTYPE)
+            values = _load_values(*matrix, rows, start + columns, BM, BK, DTYPE)
             row_sum += _squared_deviation(values, mean, start + columns, K, CENTER)
     variance = tl.div_rn(row_sum, size)
     rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + tl.cast(eps, tl.float32)))
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
 
-    if WRITE or AMAX:
+    if y_ptr is not None or amax_ptr is not None:
         bits = tl.zeros([TILE_M, TILE_K], tl.int32)
         for start in range(0, TILE_K if SINGLE else K, TILE_K):
             if not SINGLE:
-                x = _load_values(*matrix, rows, start + columns, SCALED, BM, BK, DTYPE)
+                x = _load_values(*matrix, rows, start + columns, BM, BK, DTYPE)
             y = x - mean[:, None] if CENTER else x
             y = y * rstd[:, None] * _load_row(weight_ptr, start + columns, K)[None, :]
             if CENTER:
                 y += _load_row(bias_ptr, start + columns, K)[None, :]
             y = y.to(DTYPE)
             mask = (rows < M)[:, None] & (start + columns < K)[None, :]
-            if WRITE:
+            if y_ptr is not None:
                 tl.store(y_ptr + rows[:, None] * K + (start + columns)[None, :], y, mask=mask)
-            if AMAX:
+            if amax_ptr is not None:
                 tile_bits = tl.where(mask, _common.abs_bits(y.to(tl.float32)), 0)
                 bits = tl.maximum(bits, tile_bits)
-        if AMAX:
+        if amax_ptr is not None:
             _common.record_amax(amax_ptr, bits)
 
 
@@ -137,15 +137,14 @@ def norm(
     y = x.new_empty(x.shape, dtype=dtype) if write else None
     amax = x.new_zeros((1, 1), dtype=torch.float32) if want_amax else None
     x = as_matrix(x)
-    (M, K), scaled = x.shape, scale is not None
-    scale, block = (x, (0, 0)) if scale is None else _common.broadcast_scale(scale, block)
+    M, K = x.shape
+    scale, block = (None, (0, 0)) if scale is None else _common.broadcast_scale(scale, block)
+    strides = (0, 0) if scale is None else scale.stride()
     chunk = min(_common.next_power_of_2(K), _ROW_CHUNK)
     rows = max(1, min(64, 4096 // chunk))
     _norm_kernel[(_common.ceil_div(M, rows),)](
-        x, scale, weight.contiguous(), weight if bias is None else bias.contiguous(),
-        x if y is None else y, rstd if mean is None else mean, rstd,
-        rstd if amax is None else amax, M, K, *x.stride(), *scale.stride(), eps,
-        CENTER=center, WRITE=write, AMAX=want_amax, SCALED=scaled, BM=block[0], BK=block[1],
+        x, scale, weight.contiguous(), None if bias is None else bias.contiguous(), y, mean, rstd,
+        amax, M, K, *x.stride(), *strides, eps, BM=block[0], BK=block[1],
         SINGLE=chunk >= K, DTYPE=_common.TRITON_DTYPES[dtype], TILE_M=rows, TILE_K=chunk,
         num_warps=8 if rows * chunk > 4096 else 4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -155,16 +154,15 @@ def norm(
 @launched
 def _norm_backward_kernel(
     dy_ptr,  # [M, K] any float
-    x_ptr,  # [M, K] any float, or FP8 if SCALED
-    scale_ptr,  # one per block of BM x BK, or broadcast, fp32
+    x_ptr,  # [M, K] any float, or FP8 with scales
+    scale_ptr,  # None, or one per block of BM x BK, or broadcast, fp32
     weight_ptr,  # [K] any float
-    mean_ptr,  # [M] fp32
+    mean_ptr,  # None, or [M] fp32 if values were centered
     rstd_ptr,  # [M] fp32
     dx_ptr,  # [M, K] in the dtype of x, or the dtype that an FP8 x pretends to be
     dweight_ptr,  # [programs, K] fp32
-    dbias_ptr,  # [programs, K] fp32
+    dbias_ptr,  # None or [programs, K] fp32
     M, K, stride_dym, stride_dyk, stride_xm, stride_xk, stride_sm, stride_sk,
-    CENTER: tl.constexpr, SCALED: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,  # 0 is the whole dimension
     TILE_K: tl.constexpr,
 ):  # fmt: skip
@@ -177,13 +175,13 @@ def _norm_backward_kernel(
     for index in range(tl.program_id(0), M, tl.num_programs(0)):
         row = tl.cast(index, tl.int64)
         x = _load_row(x_ptr + row * stride_xm, columns, K, stride_xk)
-        if SCALED:
+        if scale_ptr is not None:
             m, k = _block_of(row, M, BM), _block_of(columns, K, BK)
             x = x * tl.load(scale_ptr + m * stride_sm + k * stride_sk)
             x = x.to(dx_ptr.dtype.element_ty).to(tl.float32)
         g = _load_row(dy_ptr + row * stride_dym, columns, K, stride_dyk)
         rstd = tl.load(rstd_ptr + row)
-        if CENTER:
+        if mean_ptr is not None:
             x = tl.where(mask, x - tl.load(mean_ptr + row), 0.0)
             dbias += g
         xhat = x * rstd
@@ -191,12 +189,12 @@ def _norm_backward_kernel(
         g = g * weight
         projection = tl.div_rn(tl.sum(g * xhat, 0), size)
         dx = g - xhat * projection
-        if CENTER:
+        if mean_ptr is not None:
             dx = dx - tl.div_rn(tl.sum(g, 0), size)
         tl.store(dx_ptr + row * K + columns, (dx * rstd).to(dx_ptr.dtype.element_ty), mask=mask)
     partial = tl.program_id(0).to(tl.int64) * K + columns
     tl.store(dweight_ptr + partial, dweight, mask=mask)
-    if CENTER:
+    if dbias_ptr is not None:
         tl.store(dbias_ptr + partial, dbias, mask=mask)
 
 
@@ -209,16 +207,16 @@ def norm_backward(
         return reference.norm_backward(dy, x, weight, mean, rstd, center, dtype, scale, block)
     dx = x.new_empty(x.shape, dtype=dtype)
     dy, x = as_matrix(dy), as_matrix(x)
-    (M, K), scaled = x.shape, scale is not None
-    scale, block = (x, (0, 0)) if scale is None else _common.broadcast_scale(scale, block)
+    M, K = x.shape
+    scale, block = (None, (0, 0)) if scale is None else _common.broadcast_scale(scale, block)
+    strides = (0, 0) if scale is None else scale.stride()
     tile = _common.next_power_of_2(K)
     programs = min(M, _BACKWARD_PROGRAMS)
     dweight = x.new_empty((programs, K), dtype=torch.float32)
     dbias = torch.empty_like(dweight) if center else None
     _norm_backward_kernel[(programs,)](
-        dy, x, scale, weight.contiguous(), rstd if mean is None else mean, rstd, dx, dweight,
-        dweight if dbias is None else dbias, M, K, *dy.stride(), *x.stride(), *scale.stride(),
-        CENTER=center, SCALED=scaled, BM=block[0], BK=block[1], TILE_K=tile,
+        dy, x, scale, weight.contiguous(), mean if center else None, rstd, dx, dweight, dbias,
+        M, K, *dy.stride(), *x.stride(), *strides, BM=block[0], BK=block[1], TILE_K=tile,
         num_warps=min(16, max(1, tile // 256)), enable_fp_fusion=False,
     )  # fmt: skip
     return dx, dweight.sum(0), None if dbias is None else dbias.sum(0)
