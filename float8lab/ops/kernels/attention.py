@@ -136,9 +136,10 @@ def _locate(
     Queries, like keys, are three numbers: their start, their start with padding, and their count.
     The blocks are the first; the block after those that LEFT may mask; the first that RIGHT or the
     end may mask; the block after the last; then the first and the last key that query 0 sees. The
-    last two of ``sizes`` are the least number of blocks, which a mask may hide, and the tokens.
+    last of ``sizes`` are the least number of blocks, which a mask may hide, the tokens, and how
+    many heads look at a tile of the backward.
     """
-    _, H, G, SQ, SK, earliest, latest, plan_ptr, least, _ = sizes
+    _, H, G, SQ, SK, earliest, latest, plan_ptr, least, _, _ = sizes
     if plan_ptr is not None:
         tiles = tl.load(plan_ptr)
         entry = plan_ptr + (1 + number % tiles) * FIELDS
@@ -172,7 +173,7 @@ def _locate(
 
 @triton.jit
 def _count_tiles(sizes, QUERIES: tl.constexpr):
-    B, H, _, SQ, _, _, _, plan_ptr, _, _ = sizes
+    B, H, _, SQ, _, _, _, plan_ptr, _, _, _ = sizes
     tiles = B * tl.cdiv(SQ, QUERIES)
     if plan_ptr is not None:
         tiles = tl.load(plan_ptr)
@@ -589,7 +590,7 @@ def _attention_kernel(
     fence_async_shared()
 
     factor = gl.load(q_scale_ptr) * gl.load(k_scale_ptr) * gl.cast(scale, gl.float32) * LOG2_E
-    sizes = (B, H, G, SQ, SK, EARLIEST, LATEST, plan_ptr, 1, token_ptr)
+    sizes = (B, H, G, SQ, SK, EARLIEST, LATEST, plan_ptr, 1, token_ptr, 1)
     loads = (q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr)
     sums = (tiles, bars, sizes, factor, gl.load(v_scale_ptr), out_ptr, lse_ptr, max_ptr, DV)
     gl.warp_specialize(

@@ -187,14 +187,14 @@ def _load_tiles(arguments, FOR_KEYS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl
     a_desc, b_desc, a_tiles, b_tiles = fixed
     fixed_full, fixed_empty, full, empty, _half_full = bars
     STAGES: gl.constexpr = full.shape[0]
-    tiling, heads_per_tile = sizes
-    end = _count_tiles(tiling, 2 * ROWS)
+    heads_per_tile = sizes[10]
+    end = _count_tiles(sizes, 2 * ROWS)
     number = gl.program_id(0)
     pass_index = 0
     count = 0
     while number < end:
         _tell_number(numbers, number, fixed_empty, pass_index)
-        heads, rows, columns, first, blocks = _locate(number, tiling, 2 * ROWS, ROWS, LEFT, RIGHT)
+        heads, rows, columns, first, blocks = _locate(number, sizes, 2 * ROWS, ROWS, LEFT, RIGHT)
         batch, head, column_head, _ = heads
         start, padded_start, _ = columns
         buffer = pass_index % 2
@@ -220,7 +220,7 @@ def _load_tiles(arguments, FOR_KEYS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl
                     mbarrier.expect(bar, 3 * x_desc.block_type.nbytes + rows_bytes)
                     row = padded_start + block * ROWS
                     async_load(t_desc, [batch, x_head, 0, row], bar, t_tiles.index(stage))
-                    x_row = batch * tiling[1] * heads_per_tile + x_head
+                    x_row = batch * sizes[1] * heads_per_tile + x_head
                     for plane in gl.static_range(2):
                         row_box = [plane, x_row, row]
                         async_load(r_desc, row_box, bar, r_tiles.index(2 * stage + plane))
@@ -247,22 +247,20 @@ def _convert_tiles(
     LANES: gl.constexpr = x_tiles.shape[2] // 16
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 16], [32 // LANES, LANES], [4, 1], [1, 0])
     fixed_full, full, half_full = bars[0], bars[2], bars[4]
-    tiling, heads_per_tile = sizes
+    heads_per_tile = sizes[10]
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROW))
-    end = _count_tiles(tiling, 2 * ROWS)
+    end = _count_tiles(sizes, 2 * ROWS)
     pass_index = 0
     count = 0
     number = _next_number(numbers, fixed_full, pass_index)
     while number < end:
-        _heads, _rows, columns, _first, blocks = _locate(
-            number, tiling, 2 * ROWS, ROWS, LEFT, RIGHT
-        )
+        _heads, _rows, columns, _first, blocks = _locate(number, sizes, 2 * ROWS, ROWS, LEFT, RIGHT)
         for _head in range(heads_per_tile):
             for block in range(blocks[0], blocks[3]):
                 stage = count % STAGES
                 wait_full(full, count)
                 x = x_tiles.index(stage).load(BY_ROW).to(gl.float16)
-                if tiling[7] is not None:
+                if sizes[7] is not None:
                     # Data after a sequence may be NaN, which even a probability of 0 does not hide.
                     inside = gl.expand_dims(block * ROWS + rows < columns[2], 1)
                     x = gl.where(inside, x, 0.0)
@@ -331,7 +329,7 @@ def _largest_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
-    sizes = B, G, G, SK, SQ, EARLIEST, LATEST, plan_ptr, 0, None
+    sizes = B, G, G, SK, SQ, EARLIEST, LATEST, plan_ptr, 0, None, HEADS
     if number < _count_tiles(sizes, 2 * ROWS):
         heads, _, queries, _, blocks = _locate(number, sizes, 2 * ROWS, ROWS, LEFT, RIGHT)
         lanes = tl.arange(0, WIDTH)
@@ -350,21 +348,21 @@ def _largest_kernel(
 @gluon.jit
 def _attend_queries(arguments, group: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Run a group of four warps: its keys of every tile look at all the queries."""
-    k_tiles, v_tiles, streamed, numbers, bars, sizes, scales, outs = arguments
+    k_tiles, v_tiles, streamed, numbers, bars, sizes, factors, largest_ptr, outs = arguments
     fixed_full, fixed_empty, _full, _empty, _half_full = bars
-    factor, k_factor, largest_ptr = scales
+    factor, k_factor = factors
     dk_ptr, dv_ptr, D, DV = outs
     WIDTH: gl.constexpr = k_tiles.shape[2]
     V_WIDTH: gl.constexpr = v_tiles.shape[2]
     DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_WIDTH, 32])
-    tiling, heads_per_tile = sizes
-    end = _count_tiles(tiling, 2 * ROWS)
+    heads_per_tile = sizes[10]
+    end = _count_tiles(sizes, 2 * ROWS)
     pass_index = 0
     count = 0
     number = _next_number(numbers, fixed_full, pass_index)
     while number < end:
-        heads, keys, queries, first, blocks = _locate(number, tiling, 2 * ROWS, ROWS, LEFT, RIGHT)
+        heads, keys, queries, first, blocks = _locate(number, sizes, 2 * ROWS, ROWS, LEFT, RIGHT)
         start, masked_to, masked_from, stop, earliest, latest = blocks
         buffer = pass_index % 2
         k, v = k_tiles.index(2 * buffer + group), v_tiles.index(2 * buffer + group)
@@ -376,7 +374,7 @@ def _attend_queries(arguments, group: gl.constexpr, LEFT: gl.constexpr, RIGHT: g
         dk = gl.zeros([ROWS, WIDTH], gl.float32, DK_LAYOUT)
         dv = gl.zeros([ROWS, V_WIDTH], gl.float32, DV_LAYOUT)
         # After the last query there are zeros, unless there are queries of the next sequence.
-        MASKS_END: gl.constexpr = RIGHT or tiling[7] is not None
+        MASKS_END: gl.constexpr = RIGHT or sizes[7] is not None
         between = gl.minimum(masked_from, stop) if MASKS_END else stop
         bounds = start, masked_to, between, stop
         for _head in range(heads_per_tile):
@@ -388,9 +386,9 @@ def _attend_queries(arguments, group: gl.constexpr, LEFT: gl.constexpr, RIGHT: g
                     )  # fmt: skip
         arrive(fixed_empty, pass_index)
         pass_index += 1
-        _store(dv_ptr, dv * gl.exp2(offset), first, heads, keys, DV, tiling)
+        _store(dv_ptr, dv * gl.exp2(offset), first, heads, keys, DV, sizes)
         dk *= gl.exp2(largest) * k_factor
-        _store(dk_ptr, dk, first, heads, keys, D, tiling)
+        _store(dk_ptr, dk, first, heads, keys, D, sizes)
         number = _next_number(numbers, fixed_full, pass_index)
 
 
@@ -422,12 +420,11 @@ def _keys_kernel(
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     bars = _all_barriers(STAGES)
     scale = gl.load(q_scale_ptr) * gl.cast(scale, gl.float32)
-    scales = scale * gl.load(k_scale_ptr) * LOG2_E, scale * gl.load(v_scale_ptr) * DECODE
-    sizes = (B, G, G, SK, SQ, EARLIEST, LATEST, plan_ptr, 0, token_ptr), HEADS
-    sums = (
-        k_tiles, v_tiles, (q_tiles, d_tiles, t_tiles, r_tiles, half_tiles), numbers, bars, sizes,
-        (scales[0], scales[1], largest_ptr), (dk_ptr, dv_ptr, D, DV),
-    )  # fmt: skip
+    factors = scale * gl.load(k_scale_ptr) * LOG2_E, scale * gl.load(v_scale_ptr) * DECODE
+    sizes = B, G, G, SK, SQ, EARLIEST, LATEST, plan_ptr, 0, token_ptr, HEADS
+    blocks = q_tiles, d_tiles, t_tiles, r_tiles, half_tiles
+    outs = dk_ptr, dv_ptr, D, DV
+    sums = k_tiles, v_tiles, blocks, numbers, bars, sizes, factors, largest_ptr, outs
     fixed = k_desc, v_desc, k_tiles, v_tiles
     streamed = q_desc, d_desc, t_desc, r_desc, q_tiles, d_tiles, t_tiles, r_tiles
     loads = fixed, streamed, numbers, bars, sizes, counter_ptr
@@ -485,20 +482,19 @@ def _add_keys(
 @gluon.jit
 def _attend_keys(arguments, group: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Run a group of four warps: its queries of every tile look at all the keys."""
-    q_tiles, d_tiles, streamed, numbers, bars, sizes, scales, outs = arguments
+    q_tiles, d_tiles, streamed, numbers, bars, sizes, factors, rows_ptr, outs = arguments
     fixed_full, fixed_empty, full, _empty, _half_full = bars
-    factor, q_factor, rows_ptr = scales
+    factor, q_factor = factors
     dq_ptr, D, PADDED = outs
     WIDTH: gl.constexpr = q_tiles.shape[2]
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    tiling, _ = sizes
-    end = _count_tiles(tiling, 2 * ROWS)
-    plane = gl.cast(tiling[0] * tiling[1], gl.int64) * PADDED
+    end = _count_tiles(sizes, 2 * ROWS)
+    plane = gl.cast(sizes[0] * sizes[1], gl.int64) * PADDED
     pass_index = 0
     count = 0
     number = _next_number(numbers, fixed_full, pass_index)
     while number < end:
-        heads, queries, keys, first, blocks = _locate(number, tiling, 2 * ROWS, ROWS, LEFT, RIGHT)
+        heads, queries, keys, first, blocks = _locate(number, sizes, 2 * ROWS, ROWS, LEFT, RIGHT)
         start, masked_to, masked_from, stop, earliest, latest = blocks
         buffer = pass_index % 2
         q, d = q_tiles.index(2 * buffer + group), d_tiles.index(2 * buffer + group)
@@ -523,7 +519,7 @@ def _attend_keys(arguments, group: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.c
         pass_index += 1
         decode = gl.convert_layout(row_scale * q_factor, gl.SliceLayout(1, DQ_LAYOUT))
         dq = dq * gl.expand_dims(decode, 1)
-        _store(dq_ptr, dq, first, heads, queries, D, tiling)
+        _store(dq_ptr, dq, first, heads, queries, D, sizes)
         number = _next_number(numbers, fixed_full, pass_index)
 
 
@@ -548,12 +544,11 @@ def _queries_kernel(
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     bars = _all_barriers(STAGES)
     scale = gl.load(k_scale_ptr) * gl.cast(scale, gl.float32)
-    scales = scale * gl.load(q_scale_ptr) * LOG2_E, scale * gl.load(v_scale_ptr) * DECODE
-    sizes = (B, H, G, SQ, SK, EARLIEST, LATEST, plan_ptr, 1, token_ptr), 1
-    sums = (
-        q_tiles, d_tiles, (k_tiles, v_tiles, half_tiles), numbers, bars, sizes,
-        (scales[0], scales[1], rows_ptr), (dq_ptr, D, PADDED),
-    )  # fmt: skip
+    factors = scale * gl.load(q_scale_ptr) * LOG2_E, scale * gl.load(v_scale_ptr) * DECODE
+    sizes = B, H, G, SQ, SK, EARLIEST, LATEST, plan_ptr, 1, token_ptr, 1
+    blocks = k_tiles, v_tiles, half_tiles
+    outs = dq_ptr, D, PADDED
+    sums = q_tiles, d_tiles, blocks, numbers, bars, sizes, factors, rows_ptr, outs
     fixed = q_desc, d_desc, q_tiles, d_tiles
     streamed = k_desc, v_desc, k_tiles, v_tiles
     loads = fixed, streamed, numbers, bars, sizes, counter_ptr
