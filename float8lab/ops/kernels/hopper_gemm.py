@@ -215,10 +215,8 @@ def _load_tiles(arguments, BAND: gl.constexpr, GROUPS: gl.constexpr):
 @gluon.jit
 def _store(sums, y_desc, y_ptr, y_tile, row, column, left, N, GROUPS: gl.constexpr):
     """Store 64 rows of y, of which ``left`` belong to the group."""
-    if GROUPS == DENSE:
+    if GROUPS == DENSE or left >= HALF:
         store_rows(sums, y_desc, y_tile, row, column)  # TMA skips what is outside of y
-    elif left >= HALF:
-        store_rows(sums, y_desc, y_tile, row, column)
     elif left > 0:
         rows = gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout))
         columns = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout)) + column

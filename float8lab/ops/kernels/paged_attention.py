@@ -222,8 +222,7 @@ def paged_attention(
     statistics = torch.empty((2, B, H, S, splits), dtype=torch.float32, device=q.device)
     if fp8 is not None:
         k, v = k.view(torch.int16), v.view(torch.int16)
-    if q.stride(3) != 1:
-        q = q.contiguous()
+    q = _common.by_rows(q)
     d_tile, dv_tile = (max(32, _common.next_power_of_2(size)) for size in (D, DV))
     keys = _KEYS_OF_WIDE_VECTORS if max(d_tile, dv_tile) * q.element_size() > 256 else _KEYS
     _attend_kernel[(B * G, splits)](
