@@ -38,10 +38,11 @@ def _row_tile(H: int, x: Tensor) -> dict[str, int]:
 
 @triton.jit
 def _counts_of(
-    map_ptr, tokens, T, S, stride_t, stride_s,
+    map_ptr, tile, T, S, stride_t, stride_s,
     INDEX: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Count how often each expert gets each of some tokens, [TOKENS, EXPERTS]."""
+    """Return the tokens of a tile, and how often each expert gets each: [TOKENS, EXPERTS]."""
+    tokens = tile.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     experts = tl.arange(0, EXPERTS)[None, :]
     if INDEX:
         counts = tl.zeros((TOKENS, EXPERTS), dtype=tl.int32)
@@ -52,7 +53,7 @@ def _counts_of(
         inside = (tokens < T) & (experts < S)
         is_routed = tl.load(map_ptr + tokens * stride_t + experts * stride_s, mask=inside, other=0)
         counts = (is_routed != 0).to(tl.int32)
-    return counts
+    return tokens, counts
 
 
 @launched
@@ -63,8 +64,7 @@ def _count_kernel(
     INDEX: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    tokens = tile.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    counts = _counts_of(map_ptr, tokens, T, S, stride_t, stride_s, INDEX, TOKENS, EXPERTS)
+    _, counts = _counts_of(map_ptr, tile, T, S, stride_t, stride_s, INDEX, TOKENS, EXPERTS)
     experts = tl.arange(0, EXPERTS)
     tl.store(counts_ptr + experts * tiles + tile, tl.sum(counts, 0), mask=experts < E)
 
@@ -80,9 +80,8 @@ def _row_map_kernel(
     INDEX: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    tokens = tile.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     experts = tl.arange(0, EXPERTS)[None, :]
-    counts = _counts_of(map_ptr, tokens, T, S, stride_t, stride_s, INDEX, TOKENS, EXPERTS)
+    tokens, counts = _counts_of(map_ptr, tile, T, S, stride_t, stride_s, INDEX, TOKENS, EXPERTS)
     pos = experts * tiles + tile
     begin = tl.load(sums_ptr + pos, mask=experts < E) - tl.load(counts_ptr + pos, mask=experts < E)
     offsets = begin + tl.cumsum(counts, 0)  # the rows up to and with each token
