@@ -383,15 +383,6 @@ def block_amax(bits, BM: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def scale_tile(tile, factor, BM: tl.constexpr, BK: tl.constexpr):
-    """A tile with every BM x BK block multiplied by its element of ``factor``."""
-    TILE_M: tl.constexpr = tile.shape[0]
-    TILE_K: tl.constexpr = tile.shape[1]
-    blocks = tl.reshape(tile, [TILE_M // BM, BM, TILE_K // BK, BK])
-    return tl.reshape(blocks * factor[:, None, :, None], [TILE_M, TILE_K])
-
-
-@triton.jit
 def write_blocks(
     x,  # float32 [TILE_M, TILE_K]
     tile_m, tile_k, rows, columns,  # where BM is 1, rows need not be neighbours
@@ -407,7 +398,8 @@ def write_blocks(
     amaxes = block_amax(abs_bits(x), BM, BK)
     scale, encode = scale_from_amax(amaxes, tl.cast(eps, tl.float32), LIMIT, RULE)
     x = nan_for_infinity(x, q_ptr.dtype.element_ty)
-    y = scale_tile(x, encode, BM, BK)
+    blocks = tl.reshape(x, [TILE_M // BM, BM, TILE_K // BK, BK])
+    y = tl.reshape(blocks * encode[:, None, :, None], [TILE_M, TILE_K])
     q = saturate(y, y, q_ptr.dtype.element_ty)
     store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
     m = rows if BM == 1 else tile_m * (TILE_M // BM) + tl.arange(0, TILE_M // BM)
