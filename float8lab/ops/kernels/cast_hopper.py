@@ -28,8 +28,7 @@ from float8lab.ops.kernels._launch import launched
 from float8lab.ops.kernels.prologue import Matrix, Options, arguments_of, load, tile_of_program
 from float8lab.ops.reference import prologue_shape
 
-_WARPS = 8
-_TILE = _common.Tile(rows=128, columns=128, warps=_WARPS)
+_TILE = _common.Tile(rows=128, columns=128, warps=8)
 _ROWS_OF_PROLOGUE = 32
 """Rows computed at a time: the inputs of a single value take up to three registers."""
 _REGISTERS = 80

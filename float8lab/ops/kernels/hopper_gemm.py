@@ -474,12 +474,11 @@ def multiply_tiles(
     if plan is not None and groups == GROUPED_ROWS.value:
         tiles_m = plan.shape[0] - E - 1
     programs = min(multiprocessors(a.device), tiles_m * ceil_div(N, _COLUMNS))
-    a_stride, a_row, a_step, b_stride, b_row, b_step = *_strides(a_scale), *_strides(b_scale)
     _multiply_tiles_kernel[(programs,)](
         _descriptor(a, _ROWS, 128), _descriptor(b, _COLUMNS, 128),
         _descriptor(y.view(-1, N), 64, 256 if mode == "fast" else 128), y,
         a_scale, b_scale, bias, plan, M, N, K, E, *b_offset,
-        a_stride, a_row, a_step, b_stride, b_row, b_step,
+        *_strides(a_scale), *_strides(b_scale),
         MODE=mode, GROUPS=groups, BAND=config.band, STAGES=config.stages,
         CONSUMER_REGISTERS=config.registers[0], PRODUCER_REGISTERS=config.registers[1],
         num_warps=4, enable_fp_fusion=True,

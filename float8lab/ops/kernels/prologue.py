@@ -296,9 +296,7 @@ def arguments_of(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return pointers and strides, and constants, for ``load``, which reads no None pointer."""
     first = inputs[0]
-    function, gated = prologue, False
-    if prologue.removesuffix("_backward") in ACTIVATIONS:
-        function, gated = ACTIVATIONS[prologue.removesuffix("_backward")]
+    function, gated = ACTIVATIONS.get(prologue.removesuffix("_backward"), (prologue, False))
     backward = prologue.endswith("_backward")
     is_split = backward and gated and function != "clamped"
     if function == "clamped":  # each pair of neighbours in a row is read as one word

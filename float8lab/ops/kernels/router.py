@@ -116,14 +116,12 @@ def _route_kernel(
     valid = (experts < E) & (tokens >= 0)
     inside = (tokens < T) & valid
     z = tl.load(logits_ptr + tokens * E + experts, mask=inside, other=0.0).to(tl.float32)
+    scores = z
     if FUNCTION != "softmax":
         scores = _scores(z, FUNCTION)
-        ranked = scores
     elif OVER_ALL:
         scores = _softmax(z, valid)
-        ranked = scores
-    else:
-        ranked = z
+    ranked = scores
     if bias_ptr is not None:
         ranked += tl.load(bias_ptr + experts, mask=experts < E, other=0.0).to(tl.float32)
     keys = _keys(ranked, experts, valid)
