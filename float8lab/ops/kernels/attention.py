@@ -41,9 +41,10 @@ from float8lab.ops.kernels._tma import arrive, async_load, barriers, wait_empty,
 from float8lab.ops.reference import attention as reference
 from float8lab.ops.reference import round_up
 
-_GROUP = 64
+GROUP = tl.constexpr(64)
 """Queries of a group of four warps: the rows of one tensor core instruction."""
-_QUERIES = 2 * _GROUP
+QUERIES = tl.constexpr(128)
+"""Queries of a tile, which two groups share; a tile of the backward may have as many keys."""
 _SLICE = 64
 """Keys over which a GEMM of probabilities and values contracts."""
 ALIGNMENT = tl.constexpr(128)
@@ -71,7 +72,6 @@ def _plan_kernel(
     cu_seqlens_k_ptr,  # [B + 1] int32
     plan_ptr,  # [1 + tiles, FIELDS] int32: the number of tiles, then an entry for each
     B, SQ,
-    QUERIES: tl.constexpr,
     LAST_FIRST: tl.constexpr,  # whether a sequence's last queries come before its first
 ):  # fmt: skip
     # The tokens after the last sequence are treated as a sequence without keys.
@@ -126,10 +126,7 @@ def _padded_size(S: int, cu_seqlens: Tensor | None) -> tuple[int, int]:
 
 
 @triton.jit
-def _locate(
-    number, sizes, QUERIES: tl.constexpr, KEYS: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-):  # fmt: skip
+def _locate(number, sizes, KEYS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """Find a tile's heads, its sequence's queries and keys, its first query, and its keys' blocks.
 
     The heads are the batch, the head of queries, the head of keys, and the row of batch and head.
@@ -172,7 +169,7 @@ def _locate(
 
 
 @triton.jit
-def _count_tiles(sizes, QUERIES: tl.constexpr):
+def _count_tiles(sizes):
     B, H, _, SQ, _, _, _, plan_ptr, _, _, _ = sizes
     tiles = B * tl.cdiv(SQ, QUERIES)
     if plan_ptr is not None:
@@ -287,19 +284,18 @@ def _load_tiles(arguments, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     q_desc, k_desc, v_desc, tiles, bars, sizes, counter_ptr = arguments
     q_tiles, k_tiles, v_tiles, numbers = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    GROUP: gl.constexpr = q_tiles.shape[1]
     STAGES: gl.constexpr = k_tiles.shape[0]
     KEYS: gl.constexpr = k_tiles.shape[1]
     SLICE: gl.constexpr = v_tiles.shape[2]
     SLICES: gl.constexpr = KEYS // SLICE
-    end = _count_tiles(sizes, 2 * GROUP)
+    end = _count_tiles(sizes)
     number = gl.program_id(0)
     pass_index = 0
     count = 0
     while number < end:
         buffer = pass_index % 2
         _tell_number(numbers, number, q_empty, pass_index)
-        heads, queries, keys, first, blocks = _locate(number, sizes, 2 * GROUP, KEYS, LEFT, RIGHT)
+        heads, queries, keys, first, blocks = _locate(number, sizes, KEYS, LEFT, RIGHT)
         batch, head, kv_head, _ = heads
         k_start, v_start, _ = keys
         start, _, _, stop, _, _ = blocks
@@ -459,7 +455,6 @@ def _attend(  # noqa: PLR0915
     tiles, bars, sizes, factor, v_scale, out_ptr, lse_ptr, max_ptr, DV = arguments
     q_tiles, k_tiles, v_tiles, numbers = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    ROWS: gl.constexpr = q_tiles.shape[1]
     STAGES: gl.constexpr = k_tiles.shape[0]
     KEYS: gl.constexpr = k_tiles.shape[1]
     WIDTH: gl.constexpr = v_tiles.shape[1]
@@ -467,24 +462,24 @@ def _attend(  # noqa: PLR0915
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
 
-    end = _count_tiles(sizes, 2 * ROWS)
+    end = _count_tiles(sizes)
     pass_index = 0
     count = 0
     number = _next_number(numbers, q_full, pass_index)
     while number < end:
-        heads, queries, keys, first, blocks = _locate(number, sizes, 2 * ROWS, KEYS, LEFT, RIGHT)
+        heads, queries, keys, first, blocks = _locate(number, sizes, KEYS, LEFT, RIGHT)
         SQ, SK = queries[2], keys[2]
         start, masked_to, masked_from, stop, earliest, latest = blocks
         last = stop - 1 - start
         masked_to = gl.minimum(masked_to - start, last) if LEFT else 0
-        rows = first + ROWS * group + gl.arange(0, ROWS, S_ROWS)
-        out = gl.zeros([ROWS, WIDTH], gl.float32, O_LAYOUT)
-        largest = gl.full([ROWS], LOWEST, gl.float32, S_ROWS)
-        exp_sum = gl.zeros([ROWS], gl.float32, S_ROWS)
+        rows = first + GROUP * group + gl.arange(0, GROUP, S_ROWS)
+        out = gl.zeros([GROUP, WIDTH], gl.float32, O_LAYOUT)
+        largest = gl.full([GROUP], LOWEST, gl.float32, S_ROWS)
+        exp_sum = gl.zeros([GROUP], gl.float32, S_ROWS)
         q = q_tiles.index(2 * (pass_index % 2) + group)
         wait_full(k_full, count)
         k = k_tiles.index(count % STAGES).permute((1, 0))
-        s = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
+        s = gl.zeros([GROUP, KEYS], gl.float32, S_LAYOUT)
         s = warpgroup_mma(q, k, s, use_acc=False)
         arrive(k_empty, count)
         # With a square causal mask, or with none, only the last block has masked keys.
@@ -512,7 +507,7 @@ def _attend(  # noqa: PLR0915
         # The sum, too, is held times 2 ** 8; it is 0 for a query that saw no key.
         decode = gl.where(exp_sum == 0, 0.0, v_scale / exp_sum)
         out = out * gl.expand_dims(gl.convert_layout(decode, gl.SliceLayout(1, O_LAYOUT)), 1)
-        _store(out_ptr, out, first + ROWS * group, heads, queries, DV, sizes)
+        _store(out_ptr, out, first + GROUP * group, heads, queries, DV, sizes)
         max_score = largest * factor * LN_2
         lse = max_score - P_BITS * LN_2 + gl.log(exp_sum)
         row_offsets = heads[3].to(gl.int64) * sizes[3] + queries[0] + rows
@@ -653,10 +648,10 @@ def fp8_attention(
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
     v_width = max(_common.next_power_of_2(DV), 16)
     v_desc = _descriptor(_transpose_values(v, counter, cu_seqlens_k), v_width, _SLICE)
-    q_desc, k_desc = _descriptor(q, _GROUP, _width(D)), _descriptor(k, keys, _width(D))
+    q_desc, k_desc = _descriptor(q, GROUP.value, _width(D)), _descriptor(k, keys, _width(D))
     tiles, plan = _plan(cu_seqlens_q, cu_seqlens_k, B, SQ, last_first=True)
     diagonal += SK - SQ if plan is None else 0
-    is_square = plan is None and keys == _QUERIES and diagonal + right == 0
+    is_square = plan is None and keys == QUERIES.value and diagonal + right == 0
     _attention_kernel[(min(_common.multiprocessors(q.device), tiles * H),)](
         q_desc, k_desc, v_desc, q_scale, k_scale, v_scale, out, lse, max_scores, counter, plan,
         token_q, B, H, G, SQ, SK, diagonal - left, diagonal + right, DV, scale, STAGES=stages,
@@ -670,13 +665,13 @@ def _plan(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, B: int, SQ: int, *, last_first: bool
 ) -> tuple[int, Tensor | None]:
     """Return the most tiles of a head, and a plan of those of packed sequences."""
-    tiles = _common.ceil_div(SQ, _QUERIES) * B
+    tiles = _common.ceil_div(SQ, QUERIES.value) * B
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return tiles, None
     sequences = cu_seqlens_q.shape[0] - 1
     tiles += sequences
     plan = cu_seqlens_q.new_empty((1 + tiles, FIELDS.value), dtype=torch.int32)
     _plan_kernel[(sequences + 1,)](
-        cu_seqlens_q, cu_seqlens_k, plan, sequences, SQ, QUERIES=_QUERIES, LAST_FIRST=last_first
+        cu_seqlens_q, cu_seqlens_k, plan, sequences, SQ, LAST_FIRST=last_first
     )
     return tiles, plan

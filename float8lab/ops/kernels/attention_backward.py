@@ -188,13 +188,13 @@ def _load_tiles(arguments, FOR_KEYS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl
     fixed_full, fixed_empty, full, empty, _half_full = bars
     STAGES: gl.constexpr = full.shape[0]
     heads_per_tile = sizes[10]
-    end = _count_tiles(sizes, 2 * ROWS)
+    end = _count_tiles(sizes)
     number = gl.program_id(0)
     pass_index = 0
     count = 0
     while number < end:
         _tell_number(numbers, number, fixed_empty, pass_index)
-        heads, rows, columns, first, blocks = _locate(number, sizes, 2 * ROWS, ROWS, LEFT, RIGHT)
+        heads, rows, columns, first, blocks = _locate(number, sizes, ROWS, LEFT, RIGHT)
         batch, head, column_head, _ = heads
         start, padded_start, _ = columns
         buffer = pass_index % 2
@@ -249,12 +249,12 @@ def _convert_tiles(
     fixed_full, full, half_full = bars[0], bars[2], bars[4]
     heads_per_tile = sizes[10]
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROW))
-    end = _count_tiles(sizes, 2 * ROWS)
+    end = _count_tiles(sizes)
     pass_index = 0
     count = 0
     number = _next_number(numbers, fixed_full, pass_index)
     while number < end:
-        _heads, _rows, columns, _first, blocks = _locate(number, sizes, 2 * ROWS, ROWS, LEFT, RIGHT)
+        _heads, _rows, columns, _first, blocks = _locate(number, sizes, ROWS, LEFT, RIGHT)
         for _head in range(heads_per_tile):
             for block in range(blocks[0], blocks[3]):
                 stage = count % STAGES
@@ -330,8 +330,8 @@ def _largest_kernel(
 ):  # fmt: skip
     number = tl.program_id(0)
     sizes = B, G, G, SK, SQ, EARLIEST, LATEST, plan_ptr, 0, None, HEADS
-    if number < _count_tiles(sizes, 2 * ROWS):
-        heads, _, queries, _, blocks = _locate(number, sizes, 2 * ROWS, ROWS, LEFT, RIGHT)
+    if number < _count_tiles(sizes):
+        heads, _, queries, _, blocks = _locate(number, sizes, ROWS, LEFT, RIGHT)
         lanes = tl.arange(0, WIDTH)
         largest = tl.full([WIDTH], -float("inf"), tl.float32)
         for head in range(HEADS):
@@ -357,12 +357,12 @@ def _attend_queries(arguments, group: gl.constexpr, LEFT: gl.constexpr, RIGHT: g
     DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_WIDTH, 32])
     heads_per_tile = sizes[10]
-    end = _count_tiles(sizes, 2 * ROWS)
+    end = _count_tiles(sizes)
     pass_index = 0
     count = 0
     number = _next_number(numbers, fixed_full, pass_index)
     while number < end:
-        heads, keys, queries, first, blocks = _locate(number, sizes, 2 * ROWS, ROWS, LEFT, RIGHT)
+        heads, keys, queries, first, blocks = _locate(number, sizes, ROWS, LEFT, RIGHT)
         start, masked_to, masked_from, stop, earliest, latest = blocks
         buffer = pass_index % 2
         k, v = k_tiles.index(2 * buffer + group), v_tiles.index(2 * buffer + group)
@@ -488,13 +488,13 @@ def _attend_keys(arguments, group: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.c
     dq_ptr, D, PADDED = outs
     WIDTH: gl.constexpr = q_tiles.shape[2]
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    end = _count_tiles(sizes, 2 * ROWS)
+    end = _count_tiles(sizes)
     plane = gl.cast(sizes[0] * sizes[1], gl.int64) * PADDED
     pass_index = 0
     count = 0
     number = _next_number(numbers, fixed_full, pass_index)
     while number < end:
-        heads, queries, keys, first, blocks = _locate(number, sizes, 2 * ROWS, ROWS, LEFT, RIGHT)
+        heads, queries, keys, first, blocks = _locate(number, sizes, ROWS, LEFT, RIGHT)
         start, masked_to, masked_from, stop, earliest, latest = blocks
         buffer = pass_index % 2
         q, d = q_tiles.index(2 * buffer + group), d_tiles.index(2 * buffer + group)
