@@ -29,7 +29,7 @@ from float8lab.ops.kernels.prologue import Matrix, Options, arguments_of, load, 
 from float8lab.ops.reference import prologue_shape
 
 _TILE = _common.Tile(rows=128, columns=128, warps=8)
-_ROWS_OF_PROLOGUE = 32
+ROWS_OF_PROLOGUE = gl.constexpr(32)
 """Rows computed at a time: the inputs of a single value take up to three registers."""
 _REGISTERS = 80
 """Most registers of a thread, so that three programs of 256 threads share a multiprocessor."""
@@ -214,7 +214,7 @@ def _quantize_blocks_kernel(
     plan_ptr,  # [E + 1 + row tiles, 4] int32, where the rows are in groups
     M, K, ROWS, COLUMNS, E, eps, stride_sm, stride_sk, stride_tk, stride_tm,
     LIMIT: gl.constexpr, RULE: gl.constexpr, BLOCK: gl.constexpr,
-    ROWS_AT_ONCE: gl.constexpr, VALUES: gl.constexpr, TILE_M: gl.constexpr, TILE_K: gl.constexpr,
+    VALUES: gl.constexpr, TILE_M: gl.constexpr, TILE_K: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(TILE_M == 128 and TILE_K == 128)
     WARPS: gl.constexpr = gl.num_warps()
@@ -250,12 +250,12 @@ def _quantize_blocks_kernel(
     else:
         inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
         columns = tile_k * 128 + gl.arange(0, 128, gl.SliceLayout(0, BY_VALUE))
-        for first in gl.static_range(0, 128, ROWS_AT_ONCE):
-            rows = row + first + gl.arange(0, ROWS_AT_ONCE, gl.SliceLayout(1, BY_VALUE))
+        for first in gl.static_range(0, 128, ROWS_OF_PROLOGUE):
+            rows = row + first + gl.arange(0, ROWS_OF_PROLOGUE, gl.SliceLayout(1, BY_VALUE))
             y = load(inputs, rows, columns, tile_k, last, K, VALUES, TILE_K)
-            y0, y1 = gl.split(gl.reshape(y, [ROWS_AT_ONCE, 64, 2]))
+            y0, y1 = gl.split(gl.reshape(y, [ROWS_OF_PROLOGUE, 64, 2]))
             pairs = gl.convert_layout(_paired(y0, y1), BY_ROW, assert_trivial=True)
-            tile.slice(first, ROWS_AT_ONCE).store(pairs)
+            tile.slice(first, ROWS_OF_PROLOGUE).store(pairs)
         if q_ptr is not None:
             pairs = tile.load(BY_ROW)
     if q_ptr is not None:
@@ -315,7 +315,6 @@ def cast_tiles(
     _quantize_blocks_kernel[_common.grid_of((across, columns), _TILE)](
         *tensors, q, q_t, scale, scale_t, sums, plan, M, K, across, columns, groups, eps,
         *((1, 1) if scale is None else scale.stride()), *scale_t.stride(),
-        LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1], maxnreg=_REGISTERS,
-        ROWS_AT_ONCE=_ROWS_OF_PROLOGUE if prologue else _TILE.rows, **constants,
+        LIMIT=largest(fp8_dtype), RULE=rule, BLOCK=block[1], maxnreg=_REGISTERS, **constants,
     )  # fmt: skip
     return q, scale, None, q_t, scale_t, sums
