@@ -384,13 +384,6 @@ def _visible(s, key, rows, SK, earliest, latest, LEFT: gl.constexpr, RIGHT: gl.c
 
 
 @gluon.jit
-def _hide(s, key, rows, SK, earliest, latest, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Set the scores of keys from ``key`` on to -inf where a query does not see a key."""
-    seen = _visible(s, key, rows, SK, earliest, latest, LEFT, RIGHT)
-    return gl.where(seen, s, -float("inf"))
-
-
-@gluon.jit
 def _split_columns(x, SLICES: gl.constexpr):
     """Split the columns of a tile into one slice or two."""
     slices = gl.permute(gl.reshape(x, [x.shape[0], SLICES, x.shape[1] // SLICES]), [0, 2, 1])
@@ -468,11 +461,11 @@ def _attend(  # noqa: PLR0915
     number = _next_number(numbers, q_full, pass_index)
     while number < end:
         heads, queries, keys, first, blocks = _locate(number, sizes, KEYS, LEFT, RIGHT)
-        SQ, SK = queries[2], keys[2]
         start, masked_to, masked_from, stop, earliest, latest = blocks
         last = stop - 1 - start
         masked_to = gl.minimum(masked_to - start, last) if LEFT else 0
         rows = first + GROUP * group + gl.arange(0, GROUP, S_ROWS)
+        mask = rows, keys[2], earliest, latest
         out = gl.zeros([GROUP, WIDTH], gl.float32, O_LAYOUT)
         largest = gl.full([GROUP], LOWEST, gl.float32, S_ROWS)
         exp_sum = gl.zeros([GROUP], gl.float32, S_ROWS)
@@ -489,13 +482,15 @@ def _attend(  # noqa: PLR0915
             for block in range(bounds[section], bounds[section + 1]):
                 if section != 1:
                     key = (start + block) * KEYS
-                    s = _hide(s, key, rows, SK, earliest, latest, LEFT and section == 0, RIGHT)
+                    visible = _visible(s, key, *mask, LEFT and section == 0, RIGHT)
+                    s = gl.where(visible, s, -float("inf"))
                 s, largest, exp_sum, out, count = _step(
                     (s, largest, exp_sum, out), q, k_tiles, v_tiles, bars, count, factor
                 )
         arrive(q_empty, pass_index)
 
-        s = _hide(s, (start + last) * KEYS, rows, SK, earliest, latest, LEFT, RIGHT)
+        visible = _visible(s, (start + last) * KEYS, *mask, LEFT, RIGHT)
+        s = gl.where(visible, s, -float("inf"))
         x, rescale, largest = _exponents(s, largest, factor)
         wait_full(v_full, count)
         out, exp_sum = _add_values(x, rescale, exp_sum, out, v_tiles, count % STAGES)
@@ -511,9 +506,9 @@ def _attend(  # noqa: PLR0915
         max_score = largest * factor * LN_2
         lse = max_score - P_BITS * LN_2 + gl.log(exp_sum)
         row_offsets = heads[3].to(gl.int64) * sizes[3] + queries[0] + rows
-        gl.store(lse_ptr + row_offsets, lse, mask=rows < SQ)
+        gl.store(lse_ptr + row_offsets, lse, mask=rows < queries[2])
         max_score = gl.where(exp_sum == 0, -float("inf"), max_score)
-        gl.store(max_ptr + row_offsets, max_score, mask=rows < SQ)
+        gl.store(max_ptr + row_offsets, max_score, mask=rows < queries[2])
         number = _next_number(numbers, q_full, pass_index)
 
 
