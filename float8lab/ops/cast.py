@@ -23,15 +23,12 @@ __all__ = [
 ]  # fmt: skip
 
 
-_MOST_AT_ONCE = 2**25
-"""The most elements of a matrix that is cast in one launch; larger ones take several launches."""
-
-
 def is_cast_at_once(x: Tensor) -> bool:
     """Whether a GPU finds the amaxes of a matrix, and casts it, in a single launch."""
-    # Values of four bytes leave too few registers. In a graph, the last term may be symbolic.
+    # Values of four bytes leave too few registers, and larger matrices take several launches less
+    # time. In a graph, the last term may be symbolic.
     on_hopper = HOPPER.includes(capability_of(x.device))
-    return on_hopper and x.element_size() == 2 and x.numel() <= _MOST_AT_ONCE
+    return on_hopper and x.element_size() == 2 and x.numel() <= 2**25
 
 
 def empty_scale(x: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:

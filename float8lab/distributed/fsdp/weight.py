@@ -257,9 +257,8 @@ def reduced_amaxes(
             targets += [amax[blocks] for _, blocks in row_shard.segments]
             values += _shard_amaxes(shard, row_shard)
     if plain:  # a call for all of them takes the CPU less time than a call for each
-        numbers, matrices = zip(*plain, strict=True)
-        targets += numbers
-        values += torch._foreach_norm(matrices, math.inf)
+        targets += [number for number, _ in plain]
+        values += torch._foreach_norm([matrix for _, matrix in plain], math.inf)
     if targets:
         torch._foreach_copy_(targets, values)
     if mesh.size() > 1:

@@ -99,56 +99,35 @@ def write_cast(
 @launched(do_not_specialize_on_alignment=["slot_ptr"])  # one kernel for all slots of a pack
 def _cast_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk,
-    given_ptr,  # fp32: factors, one per block of BM x BK; or partial amaxes [programs], for RULE
+    factor_ptr,  # fp32: one per block of BM x BK
     slot_ptr,  # None or [1] fp32
     q_ptr,  # [ROWS, COLUMNS] fp8
-    scale_ptr, amax_ptr,  # [1] fp32, to be made by RULE
-    M, K, ROWS, COLUMNS, programs, eps, factor_rows, factor_columns, stride_fm, stride_fk,
-    LIMIT: tl.constexpr, RULE: tl.constexpr, PARTIALS: tl.constexpr,
+    M, K, ROWS, COLUMNS, factor_rows, factor_columns, stride_fm, stride_fk,
     BM: tl.constexpr, BK: tl.constexpr, DIVIDE: tl.constexpr,
     VALUES: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    from_end: tl.constexpr = VALUES.function == "" and RULE != ""
-    tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K, from_end)
+    tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K)
     rows = tile_m * TILE_M + tl.arange(0, TILE_M)
     columns = tile_k * TILE_K + tl.arange(0, TILE_K)
-    amaxes = (given_ptr, scale_ptr, None, amax_ptr, programs, eps)
-    encode = 1.0
-    if VALUES.function != "" and RULE != "":  # fewer registers than after the loads
-        encode = words.encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
     inputs = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, stride_am, stride_ak, stride_bm, stride_bk)
     x = load(inputs, rows, columns, tile_k, M, K, VALUES, TILE_K)
-    if RULE == "":
-        write_cast(
-            x, tile_m, tile_k, rows, columns, given_ptr, slot_ptr, q_ptr, ROWS, COLUMNS,
-            factor_rows, factor_columns, stride_fm, stride_fk, BM, BK, DIVIDE, TILE_M, TILE_K,
-        )  # fmt: skip
-    else:
-        if VALUES.function == "":
-            encode = words.encode_of_tensor(*amaxes, LIMIT, RULE, PARTIALS)
-        x = nan_for_infinity(x, q_ptr.dtype.element_ty).to(tl.float32)
-        q = _common.saturate(x * encode, x, q_ptr.dtype.element_ty)
-        _common.store_tile(q_ptr, q, rows, columns, ROWS, COLUMNS)
+    write_cast(
+        x, tile_m, tile_k, rows, columns, factor_ptr, slot_ptr, q_ptr, ROWS, COLUMNS,
+        factor_rows, factor_columns, stride_fm, stride_fk, BM, BK, DIVIDE, TILE_M, TILE_K,
+    )  # fmt: skip
 
 
 def _cast(
-    matrix: Matrix, q: Tensor, given: Tensor, block: Sequence[int], rule: str, eps: float,
-    slot: Tensor | None = None, scale: Tensor | None = None, amax: Tensor | None = None,
+    matrix: Matrix, q: Tensor, given: Tensor, block: Sequence[int], rule: str,
+    slot: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write ``q``: ``given`` holds factors, or amaxes where ``scale`` is written, too."""
-    tile, makes_scales = prologues.tile_for(matrix[0]), scale is not None
+    """Write ``q`` by given factors."""
+    tile = prologues.tile_for(matrix[0])
     tensors, constants = prologues.arguments_of(*matrix, tile)
-    programs, sizes = given.numel(), (1, 1, 1, 1)
-    if not makes_scales:
-        given, block = _common.broadcast_scale(given, block)
-        programs, sizes = 1, (*given.shape, *given.stride())
+    given, block = _common.broadcast_scale(given, block)
     _cast_kernel[_common.grid_of(q.shape, tile)](
-        *tensors, given, slot, q, scale, amax,
-        *prologue_shape(*matrix[:2]), *q.shape, programs, eps, *sizes,
-        LIMIT=largest(q.dtype), RULE=rule if makes_scales else "",
-        PARTIALS=1 if programs == 1 else words.PARTIALS,
-        BM=0 if makes_scales else block[0], BK=0 if makes_scales else block[1],
-        DIVIDE=rule == "decode", **constants,
+        *tensors, given, slot, q, *prologue_shape(*matrix[:2]), *q.shape, *given.shape,
+        *given.stride(), BM=block[0], BK=block[1], DIVIDE=rule == "decode", **constants,
     )  # fmt: skip
 
 
@@ -285,20 +264,18 @@ def _cast_one_orientation(
     q = first.new_empty((round_up(M, align), round_up(K, align)), dtype=fp8_dtype)
     if not makes_scales:
         assert given is not None, "the rule says so"
-        _cast(matrix, q, given, block, rule, eps, slot)
+        _cast(matrix, q, given, block, rule, slot)
         return q, None, None
-    if given is not None and block != (-1, -1):
-        scale, encode = (empty_scale(first, q.shape, block) for _ in range(2))
+    amax = None
+    if given is None and block == (-1, -1):
+        amax = given = amax_of(*matrix)
+    scale = empty_scale(first, q.shape, block)
+    if given is not None:
+        encode = torch.empty_like(scale)
         encode.copy_(given)
         make_scales(encode.view(torch.int32), scale, scale, fp8_dtype, rule, eps)
-        _cast(matrix, q, encode, block, "encode", eps)
-        return q, scale, None
-    scale = empty_scale(first, q.shape, block)
-    if block == (-1, -1):
-        partial = words.partial_amax(matrix) if given is None else given
-        amax = None if prologue or given is not None else torch.empty_like(scale)
-        _cast(matrix, q, partial, block, rule, eps, scale=scale, amax=amax)
-        return q, scale, partial if prologue and given is None else amax
+        _cast(matrix, q, encode, block, "encode")
+        return q, scale, amax
     if block == (1, -1):
         return q, scale, _quantize_rows(matrix, q, scale, rule, eps)
     return q, scale, _quantize_blocks(matrix, q, scale, block, rule, eps)
@@ -322,12 +299,10 @@ def cast(
     if not prologues.has_kernel(prologue, inputs, dtype) or (makes_scales and slot is not None):
         arguments: Any = (*options, rowwise, columnwise, dbias, given)
         return reference.cast(*matrix, *arguments, slot=slot)
-    if given is None and words.fits_at_once(matrix, options, columnwise=columnwise):
-        outputs = {"rowwise": rowwise, "columnwise": columnwise, "column_sum": dbias}
-        return words.cast_words(matrix, options, None, None, **outputs, at_once=True)
     has_block_amaxes = makes_scales and given is not None and block != (-1, -1)
+    makes_one_scale = makes_scales and block == (-1, -1)
     uses_words = prologue or given is not None or block == (1, -1)
-    if both_orientations or (columnwise and uses_words):
+    if both_orientations or makes_one_scale or (columnwise and uses_words):
         if makes_scales and not has_block_amaxes and has_tiles(matrix, block, align):
             rows, columns = (round_up(size, align) for size in prologue_shape(prologue, inputs))
             *tiled, sums = cast_tiles(
@@ -337,7 +312,8 @@ def cast(
         is_per_tensor = block == (-1, -1) and rule != "decode"
         has_complete_words = round_up(prologue_shape(prologue, inputs)[0], align) % 4 == 0
         if has_complete_words and (is_per_tensor or (makes_scales and block == (1, -1))):
-            return words.cast_words(matrix, options, given, slot, rowwise=rowwise, column_sum=dbias)
+            outputs = {"rowwise": rowwise, "columnwise": columnwise, "column_sum": dbias}
+            return words.cast_words(matrix, options, given, slot, **outputs)
     # Cast each orientation separately, or transpose the FP8 data where both have the same bytes.
     transposes = both_orientations and (block[0] == block[1] or not makes_scales)
     if prologue and (dbias or (columnwise and not transposes)):

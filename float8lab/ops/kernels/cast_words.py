@@ -32,7 +32,7 @@ _PROGRAMS_AT_ONCE = 3
 """Programs per multiprocessor that wait for each other. Four would fit: so a quarter of all
 multiprocessors may be busy, as with collectives, without a delay of the launch."""
 
-PARTIALS = _common.next_power_of_2(prologues.AMAX_PROGRAMS)
+_PARTIALS = _common.next_power_of_2(prologues.AMAX_PROGRAMS)
 _AMAX_OF_PROLOGUE, _PROLOGUE_PROGRAMS = _common.Tile(rows=32, columns=128, warps=8), 32 * 132
 """The tile, and the most programs, of the kernel that takes the amax of a prologue's values."""
 
@@ -41,7 +41,7 @@ Options = tuple[torch.dtype, tuple[int, ...], str, float, int]
 
 
 def partial_amax(matrix: Matrix) -> Tensor:
-    """Return up to ``PARTIALS`` partial amaxes of a matrix, or the amax of a prologue, [1, 1]."""
+    """Return up to ``_PARTIALS`` partial amaxes of a matrix, or the amax of a prologue, [1, 1]."""
     prologue, inputs, dtype = matrix
     shape: Sequence[int] = prologue_shape(prologue, inputs)
     if prologue:
@@ -100,9 +100,9 @@ def _scales_of_rows(
 
 
 @triton.jit
-def encode_of_tensor(
+def _encode_of_tensor(
     given_ptr,  # fp32: [programs] partial amaxes, or [1] the amax; the encode factor without RULE
-    scale_ptr, scale_t_ptr, amax_ptr,  # [1] fp32 to be written by RULE, or None
+    scale_ptr, scale_t_ptr, amax_ptr,  # [1] fp32 to be written by RULE; the last may be None
     programs, eps, LIMIT: tl.constexpr, RULE: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
     """The encode factor of a tensor; the first program writes the scale and the amax."""
@@ -116,10 +116,8 @@ def encode_of_tensor(
     if RULE != "":
         scale, encode = scale_from_amax(amax, tl.cast(eps, tl.float32), LIMIT, RULE)
         if tl.program_id(0) == 0:
-            if scale_ptr is not None:
-                tl.store(scale_ptr, scale)
-            if scale_t_ptr is not None:
-                tl.store(scale_t_ptr, scale)
+            tl.store(scale_ptr, scale)
+            tl.store(scale_t_ptr, scale)
             if amax_ptr is not None:
                 tl.store(amax_ptr, amax)
     return encode
@@ -171,7 +169,7 @@ def _cast_tile(
     columns, halves = load_words(inputs, tile_m * TILE_M, tile_k, M, K, VALUES, TILE_M, TILE_K)
     words = tile_m * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
     if VALUES.function == "" and not (PER_ROW or AT_ONCE):
-        encode = encode_of_tensor(*given, LIMIT, RULE, PARTIALS)
+        encode = _encode_of_tensor(*given, LIMIT, RULE, PARTIALS)
     for half in tl.static_range(2 if VALUES.halves else 1):
         x0, x1, x2, x3 = halves[half]
         if half == 1:
@@ -234,7 +232,7 @@ def _find_factors(
         tl.store(bits_ptr + program, tl.max(tl.max(bits, 1), 0))
         _common.wait_for_grid()
         results = (scale_ptr, scale_t_ptr, result_ptr)
-        encode = encode_of_tensor(amax_ptr, *results, programs, eps, LIMIT, RULE, PARTIALS)
+        encode = _encode_of_tensor(amax_ptr, *results, programs, eps, LIMIT, RULE, PARTIALS)
     return encode
 
 
@@ -282,29 +280,20 @@ def _cast_words_kernel(
         from_end: tl.constexpr = VALUES.function == "" and RULE != ""
         tile_m, tile_k = tile_of_program(COLUMNS, VALUES, TILE_M, TILE_K, from_end, VALUES.halves)
         if VALUES.function != "" and not PER_ROW:  # fewer registers than after the loads
-            encode = encode_of_tensor(*given, LIMIT, RULE, PARTIALS)
+            encode = _encode_of_tensor(*given, LIMIT, RULE, PARTIALS)
         _cast_tile(
             inputs, tile_m, tile_k, encode, given, *outputs,
             LIMIT, RULE, PARTIALS, PER_ROW, AT_ONCE, VALUES, TILE_M, TILE_K,
         )  # fmt: skip
 
 
-def fits_at_once(matrix: Matrix, options: Options, *, columnwise: bool) -> bool:
-    """Whether a single launch can find the amaxes of a matrix and cast it."""
-    (prologue, (x, *_), _), (_, block, rule, _, align) = matrix, options
-    has_words = not round_up(x.shape[0], align) % 4
-    if prologue or rule not in SCALE_RULES or not (x.is_cuda and has_words):
-        return False
-    return (block == (-1, -1) or (block == (1, -1) and columnwise)) and is_cast_at_once(x)
-
-
 def cast_words(
     matrix: Matrix, options: Options, given: Tensor | None, slot: Tensor | None, *,
-    rowwise: bool, columnwise: bool = True, column_sum: bool, at_once: bool = False,
+    rowwise: bool, columnwise: bool, column_sum: bool, at_once: bool | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the op's results for a matrix whose padded columns consist of complete words.
 
-    Without ``at_once``, which needs a matrix that ``fits_at_once``, the results are columnwise."""
+    Only scales per row need ``columnwise``. ``at_once`` is for tests."""
     (prologue, inputs, _), (fp8_dtype, block, rule, eps, align) = matrix, options
     first, shape = inputs[0], prologue_shape(prologue, inputs)
     tile, amax = prologues.tile_for(prologue, words=True), None
@@ -312,6 +301,9 @@ def cast_words(
     tensors, constants = prologues.arguments_of(*matrix, tile)
     grid = _common.grid_of((rows, prologues.width_of_tiles(columns, constants)), tile)
     is_per_row = block == (1, -1)
+    if at_once is None:
+        is_plain = given is None and not prologue and rule in SCALE_RULES
+        at_once = is_plain and first.is_cuda and is_cast_at_once(first)
     if rule not in SCALE_RULES:
         assert given is not None, "the rule says so"
         scale = scale_t = None
@@ -320,25 +312,25 @@ def cast_words(
     else:
         sizes = (rows, columns) if is_per_row else (1, 1)
         scale, scale_t = (first.new_empty((n, 1), dtype=torch.float32) for n in sizes)
+        if given is None and rowwise != columnwise:
+            amax = torch.empty_like(scale_t)
         if at_once:
             programs = _PROGRAMS_AT_ONCE * _common.multiprocessors(first.device)
             grid = (min(*grid, programs),)
             given = first.new_empty(rows + columns if is_per_row else grid, dtype=torch.float32)
-            amax = None if rowwise and columnwise else torch.empty_like(scale_t)
             constants |= {"launch_cooperative_grid": True, "maxnreg": 128}
         elif given is None:
             given = partial_amax(matrix)
-            amax = given if prologue and not rowwise else None
     q = first.new_empty((rows, columns), dtype=fp8_dtype) if rowwise else None
     q_t = first.new_empty((columns, rows), dtype=fp8_dtype) if columnwise else None
     sums = _common.empty_column_sums(first, shape, tile) if column_sum else None
     makes_scales = scale is not None and (at_once or not is_per_row)
-    scales = (scale, scale_t) if makes_scales else (None, None)
+    written = (scale, scale_t, amax) if makes_scales else (None, None, None)
     _cast_words_kernel[grid](
-        *tensors, given, slot, q, q_t, *scales, amax if at_once else None, sums, *shape,
+        *tensors, given, slot, q, q_t, *written, sums, *shape,
         rows, columns, given.numel(), eps,
         LIMIT=largest(fp8_dtype), RULE=rule if makes_scales else "",
-        PARTIALS=1 if given.numel() == 1 else PARTIALS, PER_ROW=is_per_row, AT_ONCE=at_once,
+        PARTIALS=1 if given.numel() == 1 else _PARTIALS, PER_ROW=is_per_row, AT_ONCE=at_once,
         **constants,
     )  # fmt: skip
     sums = None if sums is None else sums.sum(0)

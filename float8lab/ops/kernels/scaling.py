@@ -20,7 +20,7 @@ _SCALES = 256
 @triton.jit
 def write_scales(
     amax_ptr,  # [ROWS + COLUMNS] int32 bit patterns; encode factors replace them
-    scale_ptr, scale_t_ptr,  # [ROWS] and [COLUMNS] fp32, or None
+    scale_ptr, scale_t_ptr,  # [ROWS] and [COLUMNS] fp32
     index, ROWS, COLUMNS, eps, LIMIT: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
     """Make the scales and encode factors of some rows and columns from their amaxes."""
@@ -28,11 +28,9 @@ def write_scales(
     eps = tl.cast(eps, tl.float32)
     scale, encode = _common.scale_from_amax(bits.to(tl.float32, bitcast=True), eps, LIMIT, RULE)
     tl.store(amax_ptr + index, encode.to(tl.int32, bitcast=True), mask=index < ROWS + COLUMNS)
-    if scale_ptr is not None:
-        tl.store(scale_ptr + index, scale, mask=index < ROWS)
-    if scale_t_ptr is not None:
-        column = index - ROWS
-        tl.store(scale_t_ptr + column, scale, mask=(column >= 0) & (column < COLUMNS))
+    tl.store(scale_ptr + index, scale, mask=index < ROWS)
+    column = index - ROWS
+    tl.store(scale_t_ptr + column, scale, mask=(column >= 0) & (column < COLUMNS))
 
 
 @launched
