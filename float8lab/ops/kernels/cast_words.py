@@ -293,7 +293,7 @@ def cast_words(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the op's results for a matrix whose padded columns consist of complete words.
 
-    Only scales per row need ``columnwise``. ``at_once`` is for tests."""
+    A cast with scales per row must be ``columnwise``. Only tests give ``at_once``."""
     (prologue, inputs, _), (fp8_dtype, block, rule, eps, align) = matrix, options
     first, shape = inputs[0], prologue_shape(prologue, inputs)
     tile, amax = prologues.tile_for(prologue, words=True), None
