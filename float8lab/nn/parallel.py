@@ -173,8 +173,8 @@ class ParameterShard(NamedTuple):
 
     def unshard(self, shards: Sequence[Tensor], name: str = "") -> Tensor:
         """Return the unsharded parameter, given the shards of all ranks in order."""
-        sizes = self.sizes(shards[0].shape[self.dim])
-        pieces = zip(*(shard.split(sizes, self.dim) for shard in shards), strict=True)
+        of_shards = (x.split(self.sizes(x.shape[self.dim]), self.dim) for x in shards)
+        pieces = zip(*of_shards, strict=True)
         unsharded = torch.cat([local for piece in pieces for local in piece], self.dim)
         return _restore_blocks(shards[0], unsharded, name, self.dim)
 
