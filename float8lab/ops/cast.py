@@ -25,10 +25,9 @@ __all__ = [
 
 def is_cast_at_once(x: Tensor) -> bool:
     """Whether a GPU finds the amaxes of a matrix, and casts it, in a single launch."""
-    # Values of four bytes leave too few registers, and larger matrices take several launches less
-    # time. In a graph, the last term may be symbolic.
+    # Values of four bytes leave too few registers; several launches cast large matrices faster.
     on_hopper = HOPPER.includes(capability_of(x.device))
-    return on_hopper and x.element_size() == 2 and x.numel() <= 2**25
+    return on_hopper and x.element_size() == 2 and x.numel() <= 2**25  # may be symbolic
 
 
 def empty_scale(x: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:

@@ -45,10 +45,10 @@ def predict(
 def choose(predictions: Sequence[Prediction]) -> list[Recipe | None]:
     """Return the recipe of each layer of a model, None for high precision.
 
-    Each layer gets the choice with the least GPU time, or one with better numerics that takes at
-    most 2 % more. If the layers then take more CPU time than GPU time in all, those that save the
-    least GPU time per CPU time go back to high precision, one by one, until GPU time dominates or
-    the step would take longer.
+    Each layer gets the choice with the least GPU time plus a share of CPU time, or one with better
+    numerics that takes at most 2 % more. If the layers then take more CPU time than GPU time in
+    all, those that save the least GPU time per CPU time go back to high precision, one by one,
+    until GPU time dominates or the step would take longer. The share gives the shortest step.
 
     >>> recipes = (float8lab.recipes.Float8CurrentScaling(),)
     >>> small, large = (
@@ -57,18 +57,23 @@ def choose(predictions: Sequence[Prediction]) -> list[Recipe | None]:
     >>> choose([small]), choose([large])
     ([None], [Float8CurrentScaling()])
     """
-    chosen = [_fastest(prediction) for prediction in predictions]
+    steps = [_choose_by(predictions, share) for share in (0.0, 0.25, 1.0, 4.0)]
+    return min(steps, key=lambda step: step[0])[1]
+
+
+def _choose_by(
+    predictions: Sequence[Prediction], share: float
+) -> tuple[float, list[Recipe | None]]:
+    """Return the time of a step, and the recipe of each layer, by this share of CPU times."""
+    chosen = [_fastest(prediction, share) for prediction in predictions]
     now = [prediction[recipe] for prediction, recipe in zip(predictions, chosen, strict=True)]
     gpu, cpu = sum(times.gpu for times in now), sum(times.cpu for times in now)
-
     bf16 = [prediction[None] for prediction in predictions]
     saved = [before.gpu - times.gpu for before, times in zip(bf16, now, strict=True)]
     cost = [times.cpu - before.cpu for before, times in zip(bf16, now, strict=True)]
-
-    def worth(layer: int) -> float:
-        return saved[layer] / cost[layer] if cost[layer] else float("inf")
-
-    for layer in sorted((i for i, recipe in enumerate(chosen) if recipe is not None), key=worth):
+    worth = [s / c if c else math.inf for s, c in zip(saved, cost, strict=True)]
+    in_fp8 = (layer for layer, recipe in enumerate(chosen) if recipe is not None)
+    for layer in sorted(in_fp8, key=worth.__getitem__):
         if cpu <= gpu:
             break
         gpu_without, cpu_without = gpu + saved[layer], cpu - cost[layer]
@@ -76,13 +81,14 @@ def choose(predictions: Sequence[Prediction]) -> list[Recipe | None]:
             break
         gpu, cpu = gpu_without, cpu_without
         chosen[layer] = None
-    return chosen
+    return max(gpu, cpu), chosen
 
 
-def _fastest(prediction: Prediction) -> Recipe | None:
-    """Return the choice with the least GPU time (None: high precision); the first of a tie."""
-    limit = (1 + TIE) * min(times.gpu for times in prediction.values())
-    return next(recipe for recipe, times in prediction.items() if times.gpu <= limit)
+def _fastest(prediction: Prediction, share: float = 0.0) -> Recipe | None:
+    """Return the choice with the least time (None: high precision); the first of a tie."""
+    seconds = {recipe: times.gpu + share * times.cpu for recipe, times in prediction.items()}
+    limit = (1 + TIE) * min(seconds.values())
+    return next(recipe for recipe, time in seconds.items() if time <= limit)
 
 
 def explain(prediction: Prediction, chosen: Recipe | None) -> str:

@@ -292,8 +292,8 @@ Float8CurrentScaling(), modelled for an H200, from rates measured there
 
 Layers
   layer      M     K     N  high ms    CPU  FP8 quantize   GEMM    CPU     x  pays from  MB less
-  0      16384  8192  8192    8.658  0.093         0.527  4.558  1.163  1.70       2183    134.2
-  1      16384  8192    32    0.201  0.093         0.228  0.138  1.163  0.17      never    134.2""",
+  0      16384  8192  8192    8.658  0.093         0.527  4.558  0.325  1.70        595    134.2
+  1      16384  8192    32    0.201  0.093         0.228  0.138  0.325  0.55      never    134.2""",
     )
     data = json.loads(advice.to_json())
     assert data["overrides"] == {"1": "None"}

@@ -63,18 +63,20 @@ def test_choice_is_never_slower_than_one_recipe_for_all_layers(shapes, mode):
 
 
 def test_fp8_is_not_chosen_where_the_gpu_does_not_hide_its_cpu_time():
-    predicted = predictions(LLAMA, 4096)
+    predicted = predictions(LLAMA, 2048)
     chosen = choose(predicted)
     # The layers that save most stay in FP8.
-    assert chosen == [None] * 4 + [DELAYED] * 3
+    assert chosen == [None] * 3 + [DELAYED] * 4
     assert choose(predictions(LLAMA, 4096, "compile")) == [DELAYED] * 7
     assert choose(predictions(LLAMA, 512)) == [None] * 7
 
 
 def test_single_layer_takes_the_longer_of_its_gpu_and_cpu_times():
-    times = predictions([(4096, 4096)], 8192)
+    times = predictions([(4096, 4096)], 2048)
     assert times[0][DELAYED].gpu < times[0][None].gpu < times[0][DELAYED].cpu
     assert choose(times) == [None]
+    # Compiled, other recipes take less CPU time than delayed scaling.
+    assert choose(predictions([(4096, 4096)], 2048, "compile")) == [BLOCK]
     assert choose(predictions([(4096, 4096)], 8192, "compile")) == [DELAYED]
 
 
@@ -148,8 +150,8 @@ def test_empty_layer_stays_in_high_precision():
             "bfloat16 is as fast: 113 us, DelayedScaling 111 us (47 us casts)",
         ),
         (
-            (4096, 4096), 4096, (CURRENT,),
-            "bfloat16: Float8CurrentScaling saves 154 us GPU, costs 1.07 ms CPU",
+            (4096, 4096), 2048, (CURRENT,),
+            "bfloat16: Float8CurrentScaling saves 51 us GPU, costs 232 us CPU",
         ),
         ((4096, 4096), 4096, (), "bfloat16: no recipe has FP8 GEMMs on its device"),
     ],

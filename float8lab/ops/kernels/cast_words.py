@@ -27,11 +27,9 @@ from float8lab.ops.reference import prologue_shape, round_up
 
 _FLAT = _common.Tile(rows=1, columns=4096, warps=8)
 _AMAX_OF_FLOAT32 = _common.Tile(rows=64, columns=64, warps=4)
-
 _PROGRAMS_AT_ONCE = 3
 """Programs per multiprocessor that wait for each other. Four would fit: so a quarter of all
 multiprocessors may be busy, as with collectives, without a delay of the launch."""
-
 _PARTIALS = _common.next_power_of_2(prologues.AMAX_PROGRAMS)
 _AMAX_OF_PROLOGUE, _PROLOGUE_PROGRAMS = _common.Tile(rows=32, columns=128, warps=8), 32 * 132
 """The tile, and the most programs, of the kernel that takes the amax of a prologue's values."""
