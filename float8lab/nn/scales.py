@@ -98,7 +98,7 @@ def _amax_params(x: Matrix, index: int) -> QuantParams | None:
         return None
     if index == DY and x.shape[1] <= _SHORT_ROWS:
         return None
-    is_true = torch.fx.experimental.symbolic_shapes.statically_known_true  # compilers import it
+    is_true = torch.fx.experimental.symbolic_shapes.statically_known_true  # dynamo imports it
     if is_true(is_cast_at_once(x)):  # the launch of the cast computes the amax, too
         return None
     return QuantParams.of_amax(x.abs().amax(1).amax().float().view(1, 1))

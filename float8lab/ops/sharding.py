@@ -47,12 +47,8 @@ def takes_dtensors(dtensor: Any, overload: Any, declared: Any, library: Any) -> 
 
 
 def _call(dtensor: Any, op: Any, arguments: Mapping[str, Any], declared: Any) -> Any:
-    tensors = [
-        (name, x)
-        for name, value in arguments.items()
-        for x in tree_leaves(value)
-        if isinstance(x, Tensor)
-    ]
+    leaves = ((name, x) for name, value in arguments.items() for x in tree_leaves(value))
+    tensors = [(name, x) for name, x in leaves if isinstance(x, Tensor)]
     mesh = next(x.device_mesh for _, x in tensors if isinstance(x, dtensor.DTensor))
     unsharded = tree_map_only(Tensor, lambda x: torch.empty_strided(
         x.shape, x.stride(), dtype=x.dtype, device="meta"

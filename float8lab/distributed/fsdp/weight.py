@@ -245,7 +245,7 @@ def reduced_amaxes(
         for floats, row_shard in zip(flat.split(sizes), row_shards, strict=True)
     ]
     targets, values = [], []
-    plain: list[tuple[Tensor, Tensor]] = []  # numbers for amaxes of complete shards, and the shards
+    plain: list[tuple[Tensor, Tensor]] = []  # a shard that has one amax, after its place in flat
     for amax, row_shard, shard in zip(amaxes, row_shards, shards, strict=True):
         if shard is None or not shard.numel():
             continue
@@ -257,8 +257,8 @@ def reduced_amaxes(
             targets += [amax[blocks] for _, blocks in row_shard.segments]
             values += _shard_amaxes(shard, row_shard)
     if plain:  # a call for all of them takes the CPU less time than a call for each
-        targets += [number for number, _ in plain]
-        values += torch._foreach_norm([matrix for _, matrix in plain], math.inf)
+        targets += [place for place, _ in plain]
+        values += torch._foreach_norm([shard for _, shard in plain], math.inf)
     if targets:
         torch._foreach_copy_(targets, values)
     if mesh.size() > 1:

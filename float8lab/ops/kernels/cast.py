@@ -61,7 +61,7 @@ def amax_of(
     return partial if prologue else partial.amax().view(1, 1)
 
 
-# Kernels for one orientation, with given factors or with one that the kernel makes of the amax.
+# The kernel for one orientation with given factors.
 
 
 @triton.jit

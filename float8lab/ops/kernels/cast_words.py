@@ -1,7 +1,8 @@
-"""Cast matrices on the GPU in both orientations, or transposed, with a scale per tensor or per row.
+"""Cast matrices on the GPU by words of four rows: in both orientations or one, with a scale per
+tensor; or in both orientations or transposed, with a scale per row.
 
-M rows, K columns; ROWS, COLUMNS the same after padding to the alignment. The kernel reads its tile
-by words of four rows, as ``load_words`` says, so ROWS must be divisible by 4.
+M rows, K columns; ROWS, COLUMNS the same after padding to the alignment. ``load_words`` says what a
+word is; ROWS must be divisible by 4. Small matrices are cast, amaxes included, in one launch.
 """
 
 from __future__ import annotations

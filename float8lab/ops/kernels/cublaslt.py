@@ -148,13 +148,13 @@ class _ChosenGemm:
             for attribute, address in zip((_SCALE_A, _SCALE_B, _BIAS), self._addresses, strict=True)
         )
         is_used = threading.Lock()
-        self._acquire, self._release = is_used.acquire, is_used.release  # in half the time of with
+        self._acquire, self._release = is_used.acquire, is_used.release  # ``with`` takes longer
 
     def launch(
         self, stream: int, a: int, b: int, a_scale: int, b_scale: int, bias: int | None, out: int,
         workspace: int | None,
     ) -> None:  # fmt: skip
-        """Multiply tensors of the chosen sizes and dtypes, at these addresses, on a stream."""
+        """Multiply the tensors at these addresses on a stream; 0 and None stand for no tensor."""
         handle, operation, b_layout, a_layout, layout, factor, zero, answer, size = self._constants
         (scale_a, scale_b, bias_address), attributes = self._addresses, self._attributes
         call, out_ptr = self._set, _pointer(out)
