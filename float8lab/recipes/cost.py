@@ -17,7 +17,7 @@ Sources: benchmarks/RESULTS.md, one H200.
   times with which "Grouped linear layer" was met within 10 % on an H200 at cbf53cf; a grouped GEMM
   takes the hypotenuse of its compute time and its memory time.
 - CPU: "CPU overhead": a layer of bfloat16 by itself; in FP8, also what the GPT's issue takes longer
-  for each of its 56 layers. Blocks, not measured there, count as rows, whose casts are as many.
+  for each of its 56 layers. Eager blocks: those of rows, by the ratio on the slow host of 197c50db.
 - Attention: the line through the three shapes of "FP8 attention".
 - Sustained load, with the GPU at its power limit: GEMMs and attention slow down by the excess of
   the rows of "Training steps of 8 layers" over the parts measured separately.
@@ -95,7 +95,7 @@ _ATTENTION = {False: 581e12, True: 812e12}
 _FP8: dict[tuple[tuple[int, ...], bool], _Rates] = {
     ((-1, -1), True): _Rates(
         gemm=(1451e12, 1451e12, 1451e12), slowdown=1.20,
-        cast=1.03e-12, grouped_cast=1.36e-12, cast_start=3.8e-6, eager=475e-6, compiled=460e-6,
+        cast=1.03e-12, grouped_cast=1.36e-12, cast_start=3.8e-6, eager=475e-6, compiled=220e-6,
         prologues=_PrologueTimes(0.19e-12, 0.48e-12, 0.51e-12), attention=12e-12,
     ),
     ((-1, -1), False): _Rates(
@@ -110,7 +110,7 @@ _FP8: dict[tuple[tuple[int, ...], bool], _Rates] = {
     ),
     ((1, 128), False): _Rates(
         gemm=(1290e12, 1290e12, 1040e12), slowdown=1.22,
-        cast=1.05e-12, grouped_cast=1.42e-12, cast_start=4.6e-6, eager=420e-6, compiled=160e-6,
+        cast=1.05e-12, grouped_cast=1.42e-12, cast_start=4.6e-6, eager=370e-6, compiled=150e-6,
         prologues=_PrologueTimes(0.18e-12, 0.61e-12, 0.79e-12), attention=14e-12,
     ),
 }  # fmt: skip

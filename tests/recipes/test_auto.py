@@ -75,9 +75,11 @@ def test_single_layer_takes_the_longer_of_its_gpu_and_cpu_times():
     times = predictions([(4096, 4096)], 2048)
     assert times[0][DELAYED].gpu < times[0][None].gpu < times[0][DELAYED].cpu
     assert choose(times) == [None]
-    # Compiled, other recipes take less CPU time than delayed scaling.
-    assert choose(predictions([(4096, 4096)], 2048, "compile")) == [BLOCK]
-    assert choose(predictions([(4096, 4096)], 8192, "compile")) == [DELAYED]
+    times = predictions([(4096, 4096)], 1024, "compile")
+    assert times[0][DELAYED].gpu < times[0][None].gpu < times[0][DELAYED].cpu
+    assert times[0][None].gpu < times[0][BLOCK].cpu
+    assert choose(times) == [None]
+    assert choose(predictions([(4096, 4096)], 2048, "compile")) == [DELAYED]
 
 
 def test_more_accurate_recipe_wins_a_tie():
