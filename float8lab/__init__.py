@@ -23,6 +23,8 @@ from float8lab.integrations import onnx_export
 from float8lab.nn import (
     DotProductAttention,
     ExpertMLP,
+    Fp8Padding,
+    Fp8Unpadding,
     GroupedLinear,
     InferenceParams,
     LayerNorm,
@@ -64,8 +66,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CudaRNGStatesTracker", "DotProductAttention", "ExpertMLP", "Float4Tensor", "Float8Tensor",
-    "GroupedLinear", "InferenceParams", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear",
-    "MultiheadAttention", "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer",
+    "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "InferenceParams", "LayerNorm",
+    "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "RMSNorm",
+    "RotaryPositionEmbedding", "TransformerLayer",
     "apply_rotary_pos_emb", "autocast", "backward_on_this_core", "checkpoint",
     "compute_intensive_ops", "conversion_report", "convert_to_float8", "count_gemms",
     "distributed", "fallback", "fp8_autocast", "fp8_model_init", "get_cpu_offload_context",

@@ -660,6 +660,39 @@ def test_invalid_splits_are_refused(splits, kind, message):
         layer(x, splits)
 
 
+@pytest.mark.parametrize("align", [None, 1, 16])
+def test_padded_rows_give_the_same_results(align):
+    x = torch.randn(M + 2, K, dtype=torch.bfloat16, requires_grad=True)
+    layer = float8lab.GroupedLinear(E, K, N, params_dtype=torch.bfloat16, device="cpu")
+    rows, counts = float8lab.Fp8Padding(E, align)(x, torch.tensor(SIZES))
+    assert not any(count % (align or 32) for count in counts)
+    starts = itertools.accumulate(counts, initial=0)
+    for start, count, part in zip(starts, SIZES, x[:M].split(SIZES), strict=False):
+        assert rows[start : start + count].equal(part)
+        assert not rows[start + count : start + counts[SIZES.index(count)]].any()
+    assert rows[sum(counts) :].equal(x[M:])
+    with float8lab.autocast(recipe=RECIPES["current"]):
+        y = float8lab.Fp8Unpadding(E, align)(layer(rows, counts), SIZES)
+        expected = layer(x, SIZES)
+    torch.testing.assert_close(y, expected)
+    dy = torch.randn_like(y)
+    found, dx = (torch.autograd.grad(out, x, dy)[0] for out in (y, expected))
+    torch.testing.assert_close(found, dx)
+
+
+def test_padding_refuses_rows_that_do_not_fit():
+    with pytest.raises(ValueError, match="align_size must be an integer of at least 1"):
+        float8lab.Fp8Padding(2, 0)
+    with pytest.raises(ValueError, match=r"m_splits must be 2 numbers \(num_gemms\)"):
+        float8lab.Fp8Padding(2)(torch.ones(3, 4), [3, 1])
+    with pytest.raises(TypeError, match="m_splits must be integers"):
+        float8lab.Fp8Padding(2)(torch.ones(3, 4), [1.5, 1.5])
+    with pytest.raises(ValueError, match="inp must"):
+        float8lab.Fp8Unpadding(2)(torch.ones(4), [3, 1])
+    with pytest.raises(ValueError, match=r"with padding.* of at most 4 rows; got \[32, 32\]"):
+        float8lab.Fp8Unpadding(2)(torch.ones(4, 4), [3, 1])
+
+
 def test_a_state_dict_that_does_not_fit_is_refused_with_the_names_of_its_keys():
     single = experts(single_grouped_weight=True)
     before = copy.deepcopy(single.state_dict())
