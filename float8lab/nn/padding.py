@@ -67,9 +67,9 @@ class Fp8Padding(_AlignedRows):
         """
         counts, zeros = self._counts(inp, m_splits)
         if any(zeros):
-            *experts, rest = inp.split([*counts, inp.shape[0] - sum(counts)])
+            *experts, others = inp.split([*counts, inp.shape[0] - sum(counts)])
             rows = (F.pad(x, (0, 0, 0, n)) for x, n in zip(experts, zeros, strict=True))
-            inp = torch.cat([*rows, rest])
+            inp = torch.cat([*rows, others])
         return inp, [count + n for count, n in zip(counts, zeros, strict=True)]
 
 
@@ -87,6 +87,6 @@ class Fp8Unpadding(_AlignedRows):
             return inp
         padded = [count + n for count, n in zip(counts, zeros, strict=True)]
         offsets_of(padded, inp, self.num_gemms, "these are with padding")
-        *experts, rest = inp.split([*padded, inp.shape[0] - sum(padded)])
+        *experts, others = inp.split([*padded, inp.shape[0] - sum(padded)])
         rows = (x[:count] for x, count in zip(experts, counts, strict=True))
-        return torch.cat([*rows, rest])
+        return torch.cat([*rows, others])
