@@ -8,7 +8,6 @@ the projections runs in high precision, by torch's functions.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -136,21 +135,18 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
         self, masks: Sequence[Tensor | None], dtype: torch.dtype, k: Tensor
     ) -> Tensor | None:
         """Return the sum of both masks, to be added to the scores of all keys ``k``."""
-        N, keys = k.shape[0], k.shape[2]
-        attn_mask, padding = masks
-        if attn_mask is not None and padding is not None and attn_mask.dtype != padding.dtype:
-            text = (
-                "Torch deprecates attn_mask and key_padding_mask of two dtypes; use one for both."
-            )
-            warnings.warn(text, UserWarning, stacklevel=3)
-        if attn_mask is not None:
-            attn_mask = _as_added(attn_mask, dtype, keys)
-            if attn_mask.dim() == 3:
-                attn_mask = attn_mask.unflatten(0, (N, self.num_heads))
-        if padding is None:
-            return attn_mask
-        padding = _as_added(padding, dtype, keys).view(N, 1, 1, keys)
-        return padding if attn_mask is None else attn_mask + padding
+        # Both become numbers, -inf where they are True. Torch warns if they have two dtypes.
+        to_numbers, (attn_mask, padding) = functional._canonical_mask, masks
+        other = None if attn_mask is None else attn_mask.dtype
+        padding = to_numbers(padding, "key_padding_mask", other, "attn_mask", dtype)
+        mask = to_numbers(attn_mask, "attn_mask", None, "", dtype)
+        if mask is not None and mask.dim() == 3:
+            mask = mask.unflatten(0, (k.shape[0], self.num_heads))
+        if padding is not None:
+            padding = padding.view(k.shape[0], 1, 1, padding.shape[-1])
+            mask = padding if mask is None else mask + padding
+        # The layer's own keys are not masked.
+        return None if mask is None else functional.pad(mask, (0, k.shape[2] - mask.shape[-1]))
 
     def _attend(
         self, heads: Sequence[Tensor], mask: Tensor | None, is_causal: bool, need_weights: bool
@@ -165,13 +161,6 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
         weights = (scores if mask is None else scores + mask).softmax(-1)
         weights = functional.dropout(weights, dropout) if dropout else weights
         return weights @ v, weights
-
-
-def _as_added(mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:
-    """Convert a mask to numbers to add to scores: -inf where it is True, and 0 for added keys."""
-    if mask.dtype is torch.bool:
-        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
-    return functional.pad(mask, (0, keys - mask.shape[-1]))
 
 
 register_linear("torch.nn.modules.activation.MultiheadAttention", lambda: Float8TorchAttention)
