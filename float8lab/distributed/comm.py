@@ -308,16 +308,14 @@ class TensorParallel:
 
         return GradientMap.run(x, *((gather_all, to_shard) if gather else (to_shard, gather_all)))
 
-    def enter(self, x: Tensor, tokens: ShardMap | None) -> Tensor:
-        """Return a layer's input as its GEMM takes it; differentiable."""
-        return x if self.mode == "row" else self.gather_tokens(x, tokens)
-
     def gather_tokens(self, x: Tensor, tokens: ShardMap | None) -> Tensor:
-        """Gather the tokens of all ranks; differentiable."""
+        """Gather the tokens that enter a layer, as its GEMM takes them; differentiable."""
+        if self.mode == "row":
+            return x
         return self._move_tokens(x, tokens, _gather_input, _reduce_output)
 
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None, tokens: ShardMap | None) -> Tensor:
-        """Run a layer in high precision on an input that ``enter`` returned; differentiable."""
+        """Run a layer in high precision on what ``gather_tokens`` returned; differentiable."""
         if self.mode == "column":
             return F.linear(x, w, bias)
         y = self._move_tokens(F.linear(x, w), tokens, _reduce_output, _gather_input)

@@ -371,7 +371,7 @@ def linear_in_high_precision(
     if (sharing := precision.parallel) is None:
         precision.calibrate(x, weight)
         return nn.functional.linear(x, weight, bias)
-    x = sharing.enter(x, tokens)
+    x = sharing.gather_tokens(x, tokens)
     precision.calibrate(x, weight)
     return sharing.linear(x, weight, bias, tokens)
 
