@@ -132,17 +132,13 @@ class Precision:
     experts = 1
     parallel: TensorParallel | None = None
 
-    def __init__(
-        self, recipe: Recipe | None = None, *, pinned: bool = False, name: str = "",
-        key: str | None = None,
-    ) -> None:  # fmt: skip
-        self.fp8_all_gather = False
+    def __init__(self, recipe: Recipe | None = None, *, key: str | None = None) -> None:
+        self.recipe = recipe
+        self.pinned = self.fp8_all_gather = False
+        self.name = ""
         # Ranks match their modules by this key. A copy keeps the key of its original, for one rank
         # alone may copy. A converted layer's key is its name, for ranks may build other modules.
         self.key = f"#{next(_CREATED)}" if key is None else key
-        self.recipe = recipe
-        self.pinned = pinned
-        self.name = name
         self.slots: dict[tuple[Recipe, Any], DelayedSlots] = {}
         self.handle = new_handle(self, torch.device("cpu"))  # stands for self in compiled graphs
         set_clock(torch.device("cpu"))
@@ -151,31 +147,30 @@ class Precision:
         self._last_call: Call | None = None
         self._shared_call: Call | None = None  # serves calls without options and delayed scales
 
+    def _settings(self) -> dict[str, Any]:
+        """Return the attributes that copies and pickles keep."""
+        names = "recipe", "pinned", "name", "fp8_all_gather", "key", "experts"
+        return {name: getattr(self, name) for name in names}
+
     def __getstate__(self) -> dict[str, Any]:
         slots = {recipe: slots for (recipe, _), slots in self.slots.items()}
-        return {
-            "recipe": self.recipe, "pinned": self.pinned, "name": self.name, "slots": slots,
-            "fp8_all_gather": self.fp8_all_gather, "key": self.key, "experts": self.experts,
-            "ranks": None if self.parallel is None else self.parallel.size,
-        }  # fmt: skip
+        ranks = None if self.parallel is None else self.parallel.size
+        return {**self._settings(), "slots": slots, "ranks": ranks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(  # type: ignore[misc]
-            state["recipe"], pinned=state["pinned"], name=state["name"], key=state["key"]
-        )
-        self.fp8_all_gather = state["fp8_all_gather"]
-        self.experts = state.get("experts", 1)
-        ranks: Any = state.get("ranks")  # a process group cannot leave its process
+        settings = dict(state)
+        slots, ranks = settings.pop("slots"), settings.pop("ranks", None)
+        self.__init__(key=settings["key"])  # type: ignore[misc]
+        vars(self).update(settings)
+        # A process group cannot leave its process.
         self.parallel = None if ranks is None else NoGroup(ranks)  # type: ignore[assignment]
-        self.slots = {(recipe, None): slots for recipe, slots in state["slots"].items()}
+        self.slots = {(recipe, None): slots for recipe, slots in slots.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Precision:
-        copy = type(self)(self.recipe, pinned=self.pinned, name=self.name, key=self.key)
-        copy.fp8_all_gather, copy.experts = self.fp8_all_gather, self.experts
-        copy.parallel = self.parallel
+        copy = memo[id(self)] = type(self)(key=self.key)
+        vars(copy).update(self._settings(), parallel=self.parallel)
         copy.slots = {key: slots.__deepcopy__(memo) for key, slots in self.slots.items()}
         copy._move_handle(self.handle.device)
-        memo[id(self)] = copy
         return copy
 
     def slot_formats(self, plan: LinearPlan) -> tuple[list[torch.dtype], list[bool]]:
