@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab import arguments
-from float8lab.distributed.ranks import all_gathered, exchanged, rank_and_size
+from float8lab.distributed.ranks import all_gathered, exchanged, rank_and_size, tensors_of_ranks
 from float8lab.tensor.differentiation import GradientMap
 
 __all__ = [
@@ -380,11 +380,8 @@ def join_sequence(
     places = _checked_places("x", x, cp_group, *layout, is_shard=True)
     if places is None or cp_group is None:
         return x
-    rows = x.detach().movedim(dim, 0).contiguous()
-    raw = rows.flatten().view(torch.uint8)  # gloo lacks some dtypes
-    gathered = all_gathered(raw, places.shape[0], cp_group.group_name)
-    gathered = gathered.view(rows.dtype).view(-1, *rows.shape[1:])
-    return torch.empty_like(gathered).index_copy_(0, places.flatten(), gathered).movedim(0, dim)
+    rows = torch.cat(tensors_of_ranks(x.movedim(dim, 0), cp_group))
+    return torch.empty_like(rows).index_copy_(0, places.flatten(), rows).movedim(0, dim)
 
 
 def _checked_places(

@@ -193,7 +193,8 @@ class _CollectiveGather:
     """An all-gather of tensors by collectives, from ``shape`` to ``[R, *shape]`` each."""
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        self.gathered = [_all_gather(x, group) for x in tensors]
+        name, size = group.group_name, group.size()
+        self.gathered = [all_gathered(x[None], size, name) for x in tensors]
         self.order = [rank for rank in range(group.size()) if rank != group.rank()]
         """The other ranks, in the order in which their tensors arrive."""
 
@@ -336,7 +337,7 @@ def _mm_scatter(
         partial_sum = q.new_empty((M, N), dtype=out_dtype)
         mm_from(0, partial_sum)
         shard = reduce_scattered(partial_sum, size, group)
-        return shard, *_pair([_all_gather(x, ranks) for x in extras])
+        return shard, *_pair(_CollectiveGather(extras, ranks).gathered)
     window.begin(q.device)
     gathered = _WindowGather(window, extras, 0).gathered if extras else []
     landing = window.view(window.rank, offset, (size, rows, N), out_dtype).unbind()
@@ -359,12 +360,6 @@ def _mm_scatter(
     window.barrier()
     local_sum = torch.add(*landing) if size == 2 else torch.stack(landing).sum(0)
     return local_sum, *_pair(gathered)
-
-
-def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather a tensor to ``[R, *shape]`` by a collective."""
-    size = group.size()
-    return all_gathered(x, size, group.group_name).view(size, *x.shape)
 
 
 def _pair(gathered: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:

@@ -67,10 +67,9 @@ def tensors_of_ranks(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     if isinstance(x, Float8Tensor):
         fields = [tensors_of_ranks(t, group) for t in (x.qdata, x.scale, x.amax)]
         return [x._make(q, s, a, x.spec, x.dtype) for q, s, a in zip(*fields, strict=True)]
-    bits = x.detach().contiguous().view(torch.uint8)
-    tensors = [torch.empty_like(bits) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(tensors, bits, group=group)
-    return [tensor.view(x.dtype) for tensor in tensors]
+    bits = x.detach().contiguous().flatten().view(torch.uint8)  # gloo lacks some dtypes
+    gathered = all_gathered(bits, group.size(), group.group_name)
+    return [*gathered.view(x.dtype).view(group.size(), *x.shape)]
 
 
 def all_objects(value: Value, group: dist.ProcessGroup) -> list[Value]:
