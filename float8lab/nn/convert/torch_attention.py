@@ -137,8 +137,8 @@ class Float8TorchAttention(OtherLinear, nn.MultiheadAttention):
         """Return the sum of both masks, to be added to the scores of all keys ``k``."""
         # Both become numbers, -inf where they are True. Torch warns if they have two dtypes.
         to_numbers, (attn_mask, padding) = functional._canonical_mask, masks
-        other = None if attn_mask is None else attn_mask.dtype
-        padding = to_numbers(padding, "key_padding_mask", other, "attn_mask", dtype)
+        mask_dtype = None if attn_mask is None else attn_mask.dtype
+        padding = to_numbers(padding, "key_padding_mask", mask_dtype, "attn_mask", dtype)
         mask = to_numbers(attn_mask, "attn_mask", None, "", dtype)
         if mask is not None and mask.dim() == 3:
             mask = mask.unflatten(0, (k.shape[0], self.num_heads))
