@@ -157,8 +157,9 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
         """
         in_features = arguments.check_size("in_features", in_features)
         out_features = arguments.check_size("out_features", out_features)
-        self._split = sizes = parameters.sizes_of_split(parameters_split, out_features)
-        if self.fuse_wgrad_accumulation and len(sizes or ()) > 1:
+        sizes = parameters.sizes_of_split(parameters_split, out_features)
+        self._split = None if isinstance(parameters_split, parameters.JoinedSplit) else sizes
+        if self.fuse_wgrad_accumulation and len(self._split or ()) > 1:
             raise ValueError(
                 "fuse_wgrad_accumulation must be False where parameters_split has several names; "
                 "got True. The weight gradient is of one parameter: leave parameters_split out."
@@ -171,12 +172,13 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
         rows = tuple(parallel.share_of(name, size, out_ranks) for name, size in named.items())
         K = parallel.share_of("in_features", in_features, in_ranks)
         self.out_features, self.in_features = sum(rows), K
-        prefixes = [""] if sizes is None else [f"{name}_" for name in sizes]
+        prefixes = [""] if self._split is None else [f"{name}_" for name in self._split]
         weights, biases = (tuple(f"{p}{kind}" for p in prefixes) for kind in ("weight", "bias"))
-        bias_shapes = tuple((N,) for N in rows) if self.use_bias else ()
+        shapes = tuple((N, K) for N in (rows if self._split else [sum(rows)]))
+        bias_shapes = tuple(shape[:1] for shape in shapes) if self.use_bias else ()
         return GemmDef(
-            weights, biases, tuple((N, K) for N in rows), bias_shapes, init_method=init_method,
-            mode=mode, features=(K,) if mode == "row" else rows,
+            weights, biases, shapes, bias_shapes, init_method=init_method, mode=mode,
+            features=(K,) if mode == "row" else rows,
         )  # fmt: skip
 
     def _build(
@@ -223,9 +225,7 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
 
     def _parallel_modes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {
-            gemm.state: (gemm.mode, self._joined or gemm.features)
-            for gemm in self.gemms
-            if gemm.mode is not None
+            gemm.state: (gemm.mode, gemm.features) for gemm in self.gemms if gemm.mode is not None
         }
 
     def _shared_scales(self, gemm: GemmDef) -> SharedScales | None:

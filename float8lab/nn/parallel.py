@@ -215,8 +215,6 @@ class TensorParallelModule:
 
     _casts_only = False
     """Whether the module sends nothing but scales, and others communicate for it."""
-    _joined: tuple[int, ...] = ()
-    """The sizes of the shards in a weight that joins several tensors."""
 
     def _shard(self, dim: int, pieces: tuple[int, ...] = ()) -> ParameterShard | None:
         """Return this rank's shard of a weight; None on one rank, or if the group is not set."""

@@ -25,9 +25,9 @@ from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import quantize_blocks
 
 __all__ = [
-    "GetRngStateTracker", "InitMethod", "MovedInPlace", "default_device", "draw_from_tracker",
-    "initialise", "materialize", "normal_init", "reset_children", "sizes_of_split", "store_in_fp8",
-    "stored_for",
+    "GetRngStateTracker", "InitMethod", "JoinedSplit", "MovedInPlace", "default_device",
+    "draw_from_tracker", "initialise", "materialize", "reset_children", "sizes_of_split",
+    "store_in_fp8", "stored_for",
 ]  # fmt: skip
 
 InitMethod: TypeAlias = Callable[[Tensor], object]
@@ -74,7 +74,7 @@ def reset_children(module: nn.Module) -> None:
             reset()
 
 
-def normal_init(weight: Tensor) -> None:
+def _normal_init(weight: Tensor) -> None:
     """Initialise a weight by the default: normal, mean 0, standard deviation 0.023."""
     nn.init.normal_(weight, mean=0.0, std=0.023)
 
@@ -90,7 +90,7 @@ def draw_from_tracker(
     if get_rng_state_tracker is None:
         return init_method
     names = () if rng_tracker_name is None else (rng_tracker_name,)
-    return partial(_draw_from, init_method or normal_init, get_rng_state_tracker, names)
+    return partial(_draw_from, init_method or _normal_init, get_rng_state_tracker, names)
 
 
 def _draw_from(
@@ -110,7 +110,7 @@ def initialise(
     that are stored in FP8 keep these initial values in high precision. A shard gets the values that
     it would have in the unsharded weight, which every rank initialises.
     """
-    init, weight = init_method or normal_init, weights[0]
+    init, weight = init_method or _normal_init, weights[0]
     with torch.no_grad():
         if len(weights) == 1 and weight.ndim == 2 and not keep and shard is None:
             init(weight)
@@ -126,6 +126,10 @@ def initialise(
             weight.copy_(local)
             if keep:
                 _keep_initial_value(weight, local.clone())
+
+
+class JoinedSplit(dict[str, int]):
+    """A ``parameters_split`` of a single parameter, which joins matrices of these sizes."""
 
 
 def sizes_of_split(

@@ -26,7 +26,7 @@ from float8lab.nn.layernorm_linear import LayerNormLinear
 from float8lab.nn.linear import Linear
 from float8lab.nn.norm import LayerNorm, RMSNorm, check_norm
 from float8lab.nn.norm_function import NormKind, normalize
-from float8lab.nn.parameters import GetRngStateTracker, InitMethod, normal_init, reset_children
+from float8lab.nn.parameters import GetRngStateTracker, InitMethod, JoinedSplit, reset_children
 
 __all__ = ["MultiheadAttention", "RotaryArgument"]
 
@@ -65,23 +65,6 @@ def _angles_of(rotary_pos_emb: RotaryArgument) -> tuple[Tensor, Tensor] | None:
             f"{len(pair)} values. Pass a tensor or a pair of them."
         )
     return pair
-
-
-def _init_by_ranks(
-    init_method: InitMethod | None, sizes: Sequence[int], ranks: int
-) -> Callable[[Tensor], Any] | None:
-    """Wrap ``init_method`` for a weight whose rows go rank by rank, and within a rank by pieces."""
-    # It initialises the weight of a single rank, with rows by pieces, then shards each piece.
-    if ranks == 1:
-        return init_method
-
-    def init(weight: Tensor) -> None:
-        (init_method or normal_init)(weight)
-        if weight.shape[0] == sum(sizes):  # else it is a shard, whose rank is unknown here
-            pieces = [piece.chunk(ranks) for piece in weight.split(list(sizes))]
-            weight.copy_(torch.cat([piece[r] for r in range(ranks) for piece in pieces]))
-
-    return init
 
 
 def _check_sizes(
@@ -303,16 +286,10 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         kind: type[Linear | LayerNormLinear] = (
             LayerNormLinear if "normalization" in options else Linear
         )
-        pieces = tuple(sizes.values())
-        if not self.fuse_qkv_params:
-            return kind(self.hidden_size, sum(pieces), parameters_split=sizes, **options)
-        if self.qkv_weight_interleaved:
-            return kind(self.hidden_size, sum(pieces), **options)
-        init_method = _init_by_ranks(options["init_method"], pieces, self.tp_size)
-        layer = kind(self.hidden_size, sum(pieces), **{**options, "init_method": init_method})
-        layer._joined = tuple(size // self.tp_size for size in pieces)
-        layer.set_tensor_parallel_group(self.tp_group)
-        return layer
+        split: dict[str, int] | None = sizes
+        if self.fuse_qkv_params:
+            split = None if self.qkv_weight_interleaved else JoinedSplit(sizes)
+        return kind(self.hidden_size, sum(sizes.values()), parameters_split=split, **options)
 
     def reset_parameters(self) -> None:
         """Initialise the projections, like ``Linear.reset_parameters``."""
