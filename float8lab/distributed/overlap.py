@@ -389,18 +389,9 @@ def _allocate_mm_scatter(args: SimpleNamespace) -> tuple[Tensor | None, ...]:
     return shard, *_pair([x.new_empty((size, *x.shape)) for x in args.extras])
 
 
-gather_mm_op = declare(
-    _gather_mm, name="gather_mm", outputs=_allocate_gather_mm,
-    flops=lambda operands, *_, out_shape, **__: 2 * math.prod(out_shape[0]) * operands[0][1],
-)  # fmt: skip
-mm_scatter_op = declare(
-    _mm_scatter, name="mm_scatter", outputs=_allocate_mm_scatter,
-    flops=lambda operands, *_, **__: 2 * math.prod(operands[0]) * operands[2][0],
-)  # fmt: skip
-
-
-def _skip_dispatcher(function: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the op if a mode or compiler is active, else the function."""
+def _declare(function: Callable[..., Any], **declaration: Any) -> Callable[..., Any]:
+    """Declare an op; it is called only if a mode or compiler is active, else the function is."""
+    op = declare(function, **declaration)
 
     def call(*args: object) -> object:
         is_watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
@@ -409,8 +400,14 @@ def _skip_dispatcher(function: Callable[..., Any], op: Callable[..., Any]) -> Ca
     return call
 
 
-gather_mm = _skip_dispatcher(_gather_mm, gather_mm_op)
-mm_scatter = _skip_dispatcher(_mm_scatter, mm_scatter_op)
+gather_mm = _declare(
+    _gather_mm, name="gather_mm", outputs=_allocate_gather_mm,
+    flops=lambda operands, *_, out_shape, **__: 2 * math.prod(out_shape[0]) * operands[0][1],
+)  # fmt: skip
+mm_scatter = _declare(
+    _mm_scatter, name="mm_scatter", outputs=_allocate_mm_scatter,
+    flops=lambda operands, *_, **__: 2 * math.prod(operands[0]) * operands[2][0],
+)  # fmt: skip
 
 
 def _window_bytes(tensors: Sequence[Tensor]) -> int:
