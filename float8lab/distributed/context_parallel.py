@@ -33,7 +33,7 @@ from float8lab.tensor.differentiation import GradientMap
 __all__ = [
     "DUAL_CHUNK_SWAP", "ONE_RANK", "CPAttentionLoadBalancingStrategy", "ContextParallel",
     "TokenRanks", "get_batch_on_this_cp_rank", "join_sequence", "places_of", "positions",
-    "shard_sequence", "strategy_of",
+    "shard_sequence",
 ]  # fmt: skip
 
 
@@ -52,7 +52,7 @@ class CPAttentionLoadBalancingStrategy(str, enum.Enum):
 DUAL_CHUNK_SWAP = CPAttentionLoadBalancingStrategy.DUAL_CHUNK_SWAP
 
 
-def strategy_of(value: object) -> CPAttentionLoadBalancingStrategy:
+def _strategy_of(value: object) -> CPAttentionLoadBalancingStrategy:
     """Return the strategy that ``load_balancing_strategy`` names, in any enumeration."""
     name = value.name if isinstance(value, enum.Enum) else value
     name = name.lower() if isinstance(name, str) else name
@@ -112,10 +112,23 @@ class ContextParallel:
 
     @classmethod
     def of(
-        cls, groups: Sequence[dist.ProcessGroup | None], comm_type: str, strategy: object
-    ) -> ContextParallel | None:
+        cls, cp_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None,
+        cp_comm_type: str | None, strategy: object,
+    ) -> ContextParallel | None:  # fmt: skip
         """Make it for one group, or for two with "a2a+p2p"; return None for a single rank."""
-        first, *second = (TokenRanks.of(group, strategy_of(strategy)) for group in groups)
+        comm_type = "a2a" if cp_comm_type is None else cp_comm_type
+        arguments.check_choice("cp_comm_type", comm_type, ("p2p", "all_gather", "a2a", "a2a+p2p"))
+        groups = list(cp_group) if isinstance(cp_group, Sequence) else [cp_group]
+        for group in groups:
+            arguments.check_group("cp_group", group)
+        needed = 2 if comm_type == "a2a+p2p" and groups != [None] else 1
+        if len(groups) != needed:
+            raise ValueError(
+                f"cp_group must be {needed} groups for cp_comm_type={comm_type!r}; got "
+                f"{len(groups)}. Pass [ranks that exchange heads, ranks that share tokens] for "
+                "'a2a+p2p', and one group for the others."
+            )
+        first, *second = (TokenRanks.of(group, _strategy_of(strategy)) for group in groups)
         one_rank = replace(first, size=1, rank=0, group=None)
         if second:
             context = cls(first, second[0])
@@ -391,7 +404,7 @@ def _checked_places(
     arguments.check_tensor(name, x)
     arguments.check_group("cp_group", group)
     arguments.check_size("dim", dim, minimum=-x.ndim)
-    ranks = TokenRanks.of(group, strategy_of(strategy))
+    ranks = TokenRanks.of(group, _strategy_of(strategy))
     size, chunks = ranks.size, len(ranks.chunks_of(0))
     if dim >= x.ndim or (not is_shard and x.shape[dim] % (chunks * size) and size > 1):
         raise ValueError(

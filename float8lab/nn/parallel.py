@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ContextParallelModule", "OverlapArguments", "ParameterShard", "TensorParallelModule",
-    "context_of", "ignore_extra_state", "mark_shard", "overlap_of",
-    "parallel_size", "shard_state_dict", "shards_of", "share_of", "whole_state_dict",
+    "ignore_extra_state", "mark_shard", "overlap_of", "parallel_size", "shard_state_dict",
+    "shards_of", "share_of", "whole_state_dict",
 ]  # fmt: skip
 
 
@@ -105,28 +105,6 @@ def overlap_of(module: str, given: Mapping[str, object]) -> bool | None:
     names = ("ub_tp_comm_overlap", "ub_overlap_ag", "ub_overlap_rs")
     everything, gather, scatter = (given.get(name) for name in names)
     return False if everything is False or (gather is False and scatter is False) else None
-
-
-_ContextGroup = ProcessGroup | Sequence[ProcessGroup] | None
-
-
-def context_of(
-    cp_group: _ContextGroup, cp_comm_type: str | None, load_balancing_strategy: object
-) -> ContextParallel | None:
-    """Return how context-parallel ranks share attention; None for a single rank."""
-    comm_type = "a2a" if cp_comm_type is None else cp_comm_type
-    arguments.check_choice("cp_comm_type", comm_type, ("p2p", "all_gather", "a2a", "a2a+p2p"))
-    groups = list(cp_group) if isinstance(cp_group, Sequence) else [cp_group]
-    for group in groups:
-        arguments.check_group("cp_group", group)
-    needed = 2 if comm_type == "a2a+p2p" and groups != [None] else 1
-    if len(groups) != needed:
-        raise ValueError(
-            f"cp_group must be {needed} groups for cp_comm_type={comm_type!r}; got {len(groups)}. "
-            "Pass [ranks that exchange heads, ranks that share tokens] for 'a2a+p2p', and one "
-            "group for the others."
-        )
-    return ContextParallel.of(groups, comm_type, load_balancing_strategy)
 
 
 def ignore_extra_state(
@@ -294,7 +272,7 @@ class ContextParallelModule(TensorParallelModule):
 
     def set_context_parallel_group(
         self,
-        cp_group: _ContextGroup,
+        cp_group: ProcessGroup | Sequence[ProcessGroup] | None,
         cp_global_ranks: Sequence[int] | None = None,
         cp_stream: object = None,
         cp_comm_type: str | None = "p2p",
@@ -324,7 +302,7 @@ class ContextParallelModule(TensorParallelModule):
         )
         for rank in cp_global_ranks or ():
             arguments.check_size("cp_global_ranks", rank)
-        context = context_of(cp_group, cp_comm_type, load_balancing_strategy)
+        context = ContextParallel.of(cp_group, cp_comm_type, load_balancing_strategy)
         module = cast(nn.Module, self)
         modules = [m for m in module.modules() if isinstance(m, ContextParallelModule)]
         for child in modules:
