@@ -341,18 +341,14 @@ def offsets_of(m_splits: Sequence[int] | Tensor, x: Tensor, experts: int, argume
 
 def _sizes_on_host(m_splits: Sequence[int] | Tensor) -> list[int] | None:
     """Return the sizes; None for a tensor that the host cannot read without waiting."""
-    cause: TypeError | None = None
-    if not isinstance(m_splits, Tensor):
-        try:
+    try:
+        if not isinstance(m_splits, Tensor):
             return [operator.index(size) for size in m_splits]
-        except TypeError as error:
-            cause = error
-    elif not (
-        m_splits.dtype == torch.bool or m_splits.is_complex() or m_splits.is_floating_point()
-    ):
-        is_readable = type(m_splits) is Tensor and m_splits.ndim == 1
-        return m_splits.tolist() if is_readable and arguments.has_values(m_splits) else None
-    raise TypeError(
-        f"m_splits must be integers; got {arguments.shown(m_splits)}. Pass the number of rows of "
-        "each expert, as a list or a tensor."
-    ) from cause
+        torch.iinfo(m_splits.dtype)  # raises unless the dtype is of integers
+    except TypeError as error:
+        raise TypeError(
+            f"m_splits must be integers; got {arguments.shown(m_splits)}. Pass the number of rows "
+            "of each expert, as a list or a tensor."
+        ) from error
+    is_readable = type(m_splits) is Tensor and m_splits.ndim == 1
+    return m_splits.tolist() if is_readable and arguments.has_values(m_splits) else None
