@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from float8lab.arguments import check_flags
-from float8lab.distributed.comm import ONE_GPU, NoGroup, OneGpu, Sharded, TensorParallel, misfit
+from float8lab.distributed.comm import ONE_GPU, OneGpu, Sharded, TensorParallel, misfit
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import HIGH_PRECISION_DTYPES
@@ -148,28 +148,23 @@ class Precision:
         self._shared_call: Call | None = None  # serves calls without options and delayed scales
 
     def _settings(self) -> dict[str, Any]:
-        """Return the attributes that copies and pickles keep."""
-        names = "recipe", "pinned", "name", "fp8_all_gather", "key", "experts"
+        """Return what copies and pickles keep; ``parallel`` becomes ``NoGroup`` in a pickle."""
+        names = "recipe", "pinned", "name", "fp8_all_gather", "key", "experts", "parallel"
         return {name: getattr(self, name) for name in names}
 
     def __getstate__(self) -> dict[str, Any]:
         slots = {recipe: slots for (recipe, _), slots in self.slots.items()}
-        ranks = None if self.parallel is None else self.parallel.size
-        return {**self._settings(), "slots": slots, "ranks": ranks}
+        return {**self._settings(), "slots": slots}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        settings = dict(state)
-        slots, ranks = settings.pop("slots"), settings.pop("ranks", None)
-        self.__init__(key=settings["key"])  # type: ignore[misc]
-        vars(self).update(settings)
-        # A process group cannot leave its process.
-        self.parallel = None if ranks is None else NoGroup(ranks)  # type: ignore[assignment]
-        self.slots = {(recipe, None): slots for recipe, slots in slots.items()}
+        self.__init__(key=state["key"])  # type: ignore[misc]
+        slots = {(recipe, None): slots for recipe, slots in state["slots"].items()}
+        vars(self).update(state, slots=slots)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Precision:
         copy = memo[id(self)] = type(self)(key=self.key)
-        vars(copy).update(self._settings(), parallel=self.parallel)
-        copy.slots = {key: slots.__deepcopy__(memo) for key, slots in self.slots.items()}
+        slots = {key: slots.__deepcopy__(memo) for key, slots in self.slots.items()}
+        vars(copy).update(self._settings(), slots=slots)
         copy._move_handle(self.handle.device)
         return copy
 
