@@ -52,14 +52,6 @@ class CPAttentionLoadBalancingStrategy(str, enum.Enum):
 DUAL_CHUNK_SWAP = CPAttentionLoadBalancingStrategy.DUAL_CHUNK_SWAP
 
 
-def _strategy_of(value: object) -> CPAttentionLoadBalancingStrategy:
-    """Return the strategy that ``load_balancing_strategy`` names, in any enumeration."""
-    name = value.name if isinstance(value, enum.Enum) else value
-    name = name.lower() if isinstance(name, str) else name
-    arguments.check_choice("load_balancing_strategy", name, ("dual_chunk_swap", "no_load_balance"))
-    return CPAttentionLoadBalancingStrategy(name)
-
-
 @dataclass(frozen=True)
 class TokenRanks:
     """Ranks that share tokens, and the rank of this process among them."""
@@ -71,13 +63,19 @@ class TokenRanks:
     """The process group; None if nothing is sent, or after a module came from another process."""
 
     @classmethod
-    def of(
-        cls, group: dist.ProcessGroup | None, strategy: CPAttentionLoadBalancingStrategy
-    ) -> TokenRanks:
-        """Return the ranks of a group; None is a single rank."""
+    def of(cls, group: dist.ProcessGroup | None, strategy: object) -> TokenRanks:
+        """Return the ranks of a group; None is a single rank.
+
+        ``strategy`` may be a name, or a member of any enumeration that has the name.
+        """
+        name = strategy.name if isinstance(strategy, enum.Enum) else strategy
+        name = name.lower() if isinstance(name, str) else name
+        choices = "dual_chunk_swap", "no_load_balance"
+        arguments.check_choice("load_balancing_strategy", name, choices)
+        member = CPAttentionLoadBalancingStrategy(name)
         if group is None or dist.get_world_size(group) <= 1:
-            return cls(strategy=strategy)
-        return cls(dist.get_world_size(group), dist.get_rank(group), strategy, group)
+            return cls(strategy=member)
+        return cls(dist.get_world_size(group), dist.get_rank(group), member, group)
 
     @property
     def name(self) -> str:
@@ -128,7 +126,7 @@ class ContextParallel:
                 f"{len(groups)}. Pass [ranks that exchange heads, ranks that share tokens] for "
                 "'a2a+p2p', and one group for the others."
             )
-        first, *second = (TokenRanks.of(group, _strategy_of(strategy)) for group in groups)
+        first, *second = (TokenRanks.of(group, strategy) for group in groups)
         one_rank = replace(first, size=1, rank=0, group=None)
         if second:
             context = cls(first, second[0])
@@ -404,7 +402,7 @@ def _checked_places(
     arguments.check_tensor(name, x)
     arguments.check_group("cp_group", group)
     arguments.check_size("dim", dim, minimum=-x.ndim)
-    ranks = TokenRanks.of(group, _strategy_of(strategy))
+    ranks = TokenRanks.of(group, strategy)
     size, chunks = ranks.size, len(ranks.chunks_of(0))
     if dim >= x.ndim or (not is_shard and x.shape[dim] % (chunks * size) and size > 1):
         raise ValueError(
