@@ -422,11 +422,10 @@ def _check_state_dicts(
     if isinstance(states, Sequence) and states:
         for rank, state in enumerate(states):
             arguments.check_instance(f"state_dict[{rank}]", state, Mapping, noun)
-    else:
-        arguments.check_instance(
-            "state_dict", states, Mapping, f"{noun}, or a list of the ranks' own"
-        )
-    return [states] if isinstance(states, Mapping) else list(states)
+        return list(states)
+    noun = f"{noun}, or a list of the ranks' own"
+    arguments.check_instance("state_dict", states, Mapping, noun)
+    return [cast("Mapping[str, Tensor]", states)]
 
 
 def _shard_of_rank(name: str, shard: ParameterShard, shards: list[Tensor]) -> Tensor:

@@ -247,14 +247,12 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": return_layernorm_output,
         }  # fmt: skip
-        columns = {**common, "init_method": init_method}
-        if set_parallel_mode:
-            columns["parallel_mode"] = "column"
+        column, row = ("column", "row") if set_parallel_mode else (None, None)
+        columns = {**common, "init_method": init_method, "parallel_mode": column}
         self._add_projections(columns, {**columns, **norm} if input_layernorm else columns)
         self.proj = Linear(
             num_attention_heads * kv_channels, hidden_size, return_bias=return_bias,
-            init_method=output_layer_init_method,
-            parallel_mode="row" if set_parallel_mode else None, **common,
+            init_method=output_layer_init_method, parallel_mode=row, **common,
         )  # fmt: skip
         self.core_attention.to(self.proj.weight.device)
         self.qk_norm_before_rope = qk_norm_before_rope
