@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -124,6 +124,8 @@ def get_cpu_offload_context(
 
 
 _T = TypeVar("_T")
+_Bytes = tuple[StorageWeakRef, int]
+"""A storage and the version of its bytes."""
 _Saved = Callable[[], Tensor]
 """The form in which autograd saves a tensor: a function that returns the tensor in backward."""
 
@@ -209,8 +211,7 @@ class _Pass:
     def __init__(self) -> None:
         self.layer = _Layer(self, None)
         self.in_backward = self.moved_any = False
-        self.moved: MutableMapping[tuple[StorageWeakRef, int], _Moved]
-        self.moved = weakref.WeakValueDictionary()
+        self.moved: weakref.WeakValueDictionary[_Bytes, _Moved] = weakref.WeakValueDictionary()
 
 
 class _Layer:
@@ -219,7 +220,7 @@ class _Layer:
     def __init__(self, of: _Pass, previous: _Layer | None) -> None:
         self.of, self.previous = of, previous
         self.index: int = 0 if previous is None else previous.index + 1
-        self.moved: list[weakref.ref[_Moved]] = []
+        self.moved: weakref.WeakValueDictionary[_Bytes, _Moved] = weakref.WeakValueDictionary()
         self.lanes: dict[_Lanes, torch.Event | None] = {}  # lanes used; event after the last copy
         self.reached = False  # whether backward has asked for a tensor of this layer
 
@@ -231,7 +232,7 @@ class _Layer:
         for lanes, copied in self.lanes.items():
             if copied is not None:
                 lanes.current().wait_event(copied)
-        for moved in self._alive():
+        for moved in self.moved.values():
             moved.release()
 
     def reach(self) -> None:
@@ -240,11 +241,8 @@ class _Layer:
             return
         self.reached = self.of.in_backward = True
         if self.previous is not None:
-            for moved in self.previous._alive():
+            for moved in self.previous.moved.values():
                 moved.load()
-
-    def _alive(self) -> list[_Moved]:
-        return [moved for ref in self.moved if (moved := ref()) is not None]
 
 
 def _unpack_kept(x: Tensor, version: int, layer: _Layer | None) -> Tensor:
@@ -347,7 +345,7 @@ class _Offload(AbstractContextManager["_Offload"]):
             layer.lanes[lanes], layer.of.moved_any = None, True
         if moved.on_device is not None:
             moved.sources.append((x.detach(), version))  # detached: its graph may refer to this
-        layer.moved.append(weakref.ref(moved))
+        layer.moved[storage, version] = moved
         view = x.shape, x.stride(), x.storage_offset()
         return partial(_unpack_moved, moved, layer, x.dtype, *view)
 
