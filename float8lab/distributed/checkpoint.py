@@ -50,10 +50,8 @@ class ModelState:
             if not isinstance(local_of(value), Float8Tensor):
                 state[name] = value
                 continue
-            stored = StoredWeight(self.model, name, value)
-            scale, amax = stored.unsharded_scales()
-            state[f"{name}.qdata"] = stored.bytes_under(scale)
-            state[f"{name}.scale"], state[f"{name}.amax"] = scale, amax
+            fields = StoredWeight(self.model, name, value).fields()
+            state |= {f"{name}.{field}": x for field, x in zip(_FIELDS, fields, strict=True)}
         return state
 
     def load_state_dict(self, state: dict[str, object]) -> None:
@@ -116,24 +114,23 @@ class StoredWeight:
         """The spec of the unsharded weight."""
         return self.local.spec if self.mesh is None else self.row_shard.spec
 
-    def unsharded_scales(self) -> tuple[Tensor, Tensor]:
-        """Return scales and amaxes of the blocks of the unsharded weight."""
+    def fields(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sharded bytes, uint8, and the scales and amaxes of the unsharded weight."""
         local = self.local
         scale, amax = local.scale, local.amax
         if self.mesh is not None:
             shards = [local, local.replace(scale=local.amax)]
             _, (scale, amax) = reduced_amaxes([self.row_shard] * 2, shards, local.device, self.mesh)
-        if self.placement is None:
-            return scale, amax
-        return self.placement.unshard(scale, local.spec), self.placement.unshard(amax, local.spec)
+        qdata = self._bytes_under(scale)
+        if self.placement is not None:
+            scale, amax = (self.placement.unshard(x, local.spec) for x in (scale, amax))
+        return qdata, scale, amax
 
-    def bytes_under(self, scale: Tensor) -> Tensor:
+    def _bytes_under(self, scale: Tensor) -> Tensor:
         """Return the FP8 data for these scales as uint8; a shard is requantized with them."""
         local = self.local
         if self.mesh is None:
             return with_local(self.value, local.qdata.view(torch.uint8))
-        if self.placement is not None:
-            scale = self.placement.shard(scale, local.spec)
         segments = [
             cast_rows(local[rows], scale[blocks], self.row_shard.spec).view(torch.uint8)
             for rows, blocks in self.row_shard.segments
@@ -143,8 +140,7 @@ class StoredWeight:
 
     def unsharded(self) -> Float8Tensor:
         """Return the unsharded weight with the bytes that the ranks multiply; a collective."""
-        scale, amax = self.unsharded_scales()
-        qdata = self.bytes_under(scale)
+        qdata, scale, amax = self.fields()
         qdata = qdata.full_tensor() if is_dtensor(qdata) else qdata
         spec = self.spec
         return Float8Tensor(qdata.view(spec.fp8_dtype), scale, amax, spec, self.value.dtype)
