@@ -185,12 +185,9 @@ def _require_all(model: nn.Module, plan: ConversionPlan, freezing: Freezing) -> 
 
 def _set_recipes(plan: ConversionPlan) -> None:
     """Give layers and attention modules their recipes."""
-    for layer in plan.layers:
-        if layer.recipe is not None or layer.stays:
-            set_recipe(layer)
-    for module, name, recipe, pinned in plan.attention:
-        precision = module._fp8
-        precision.recipe, precision.pinned, precision.name = recipe, pinned, name
+    layers = [layer for layer in plan.layers if layer.recipe is not None or layer.stays]
+    for planned in (*layers, *plan.attention):
+        set_recipe(planned)
 
 
 def _choose_all_gather(

@@ -15,6 +15,7 @@ from float8lab.distributed.expert_parallel import shares_experts
 from float8lab.distributed.fsdp import shards
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import FP8_DTYPES, HIGH_PRECISION_DTYPES, Spec
+from float8lab.nn.attention.dot_product import DotProductAttention
 from float8lab.nn.attention.fp8 import asks_for_fp8_attention
 from float8lab.nn.casts import recast
 from float8lab.nn.convert.names import ADAPTERS, matches
@@ -41,7 +42,7 @@ __all__ = [
 
 _Choice = Recipe | Auto
 
-CONVERTED = (GemmModule, OtherLinear, ExpertsBase)
+CONVERTED = (GemmModule, OtherLinear, ExpertsBase, DotProductAttention)
 """Modules that can have their own recipe."""
 
 
@@ -65,20 +66,12 @@ class LayerPlan:
     """Whether FSDP2 shards the layer's parameters."""
 
 
-class AttentionPlan(NamedTuple):
-    """The recipe that an attention module gets; a recipe of GEMMs only has no effect on it."""
-
-    module: Any
-    name: str
-    recipe: Recipe | None
-    pinned: bool
-
-
 class ConversionPlan(NamedTuple):
     """The plans of all layers and attention modules of a model."""
 
     layers: list[LayerPlan]
-    attention: list[AttentionPlan]
+    attention: list[LayerPlan]
+    """A recipe of GEMMs only has no effect on an attention module."""
     predictions: list[str]
     """Sentences about the times of the recipes that ``Auto`` has chosen."""
     unmatched: tuple[str, ...]
@@ -145,10 +138,10 @@ def plan_conversion(walk: ModelWalk, options: ConversionOptions) -> ConversionPl
     layers, predictions = _choose_recipes(plans)
     layers = _follow_attention(layers)
     attention = [
-        _plan_attention(module, name, options.for_layer(module, name))
+        _plan_attention(Candidate(name, module), options.for_layer(module, name))
         for name, module in walk.attention
     ]
-    names = [*(plan.candidate.name for plan in layers), *(plan.name for plan in attention)]
+    names = [plan.candidate.name for plan in (*layers, *attention)]
     unmatched = tuple(
         pattern
         for pattern in (*options.exclude, *options.overrides)
@@ -187,12 +180,12 @@ def _plan_layer(
     return plan(repr(choice), choice)
 
 
-def _plan_attention(module: nn.Module, name: str, options: LayerOptions) -> AttentionPlan:
+def _plan_attention(candidate: Candidate, options: LayerOptions) -> LayerPlan:
     """Plan an attention module, for which ``Auto`` chooses nothing."""
     if options.exclusion is not None:
-        return AttentionPlan(module, name, None, False)
+        return LayerPlan(candidate, options.exclusion, None)
     recipe = options.choice if isinstance(options.choice, Recipe) else None
-    return AttentionPlan(module, name, recipe, options.is_named)
+    return LayerPlan(candidate, "", recipe, pinned=options.is_named)
 
 
 def _follow_attention(plans: Sequence[LayerPlan]) -> list[LayerPlan]:
