@@ -17,7 +17,6 @@ from torch import nn
 
 from float8lab import arguments
 from float8lab.distributed.fsdp.shards import is_sharded_plain, reshard
-from float8lab.nn.attention.dot_product import DotProductAttention
 from float8lab.nn.convert.call_region import make_region_of_calls
 from float8lab.nn.convert.first_call import FirstCall, remove_hooks
 from float8lab.nn.convert.freezing import Freezing
@@ -265,7 +264,6 @@ def to_high_precision(model: _Model) -> _Model:
     for module in modules:
         if isinstance(module, CONVERTED):
             _dequantize_parameters(module, users)
-        if isinstance(module, (GemmModule, DotProductAttention)):
             for _, precision in precisions(module):
                 precision.recipe, precision.pinned = None, False
     for layer in layers:
