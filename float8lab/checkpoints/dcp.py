@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from float8lab.checkpoints.unpickling import DCP_METADATA, load_restricted, load
 from float8lab.tensor import Float8Tensor
 
 if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+    import torch.distributed.checkpoint.utils
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
@@ -42,8 +42,10 @@ class _Shard:
     sizes: tuple[int, ...]
 
     def load(self) -> object:
+        # Reading ``.metadata`` has imported this module, which takes long to import.
+        view = torch.distributed.checkpoint.utils._create_file_view
         with self.file.open("rb") as file:
-            section = io.BufferedReader(_FileSection(file, self.offset, self.length))
+            section = cast("IO[bytes]", view(file, self.offset, self.length))
             return load_safely(section, f"{self.file} at byte {self.offset}")
 
     @functools.cached_property
@@ -185,27 +187,3 @@ def _entries_of(
     file = shards[0].file.name + (" and others" if len(shards) > 1 else "")
     reader = functools.partial(source.read_pieces, pieces, dtype)
     return [source.Entry(name, dtype, source.dtype_name(dtype), shape, nbytes, file, reader)]
-
-
-class _FileSection(io.RawIOBase):
-    """A range of a file's bytes, read as if it were a file."""
-
-    def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        self._file.seek(self._offset + self._at)
-        count = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])
-        self._at += count
-        return count
