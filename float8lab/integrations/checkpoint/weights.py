@@ -34,7 +34,7 @@ from float8lab.nn.expert_mlp import ExpertsBase
 from float8lab.nn.grouped_linear import GroupedLinear
 from float8lab.nn.layer import GemmModule
 from float8lab.nn.precision import Precision, W, X, call_under, precisions
-from float8lab.recipes.delayed import DelayedSlots, Factors, QuantParams
+from float8lab.recipes.delayed import DelayedSlots, QuantParams
 from float8lab.recipes.recipe import DelayedScaling, Recipe
 from float8lab.tensor import Float4Tensor, Float8Tensor
 from float8lab.tensor.blocks import block_amax
@@ -350,13 +350,10 @@ def _params_of_experts(
     """Return the delayed factors of experts from ``start`` on; None under other recipes."""
     if weight.precision is None or not isinstance(recipe, DelayedScaling):
         return None
+    first = weight.first + start
+    experts = range(first, first + x.shape[0])
     slots = delayed_slots(weight.precision, recipe, x.device)
-    factors = slots.scale_for(W, x, record=False).factors
-    scale, encode = factors.scale.view(-1, 1, 1), factors.encode.view(-1, 1, 1)
-    if scale.shape[0] > 1:
-        start += weight.first
-        scale, encode = scale[start : start + x.shape[0]], encode[start : start + x.shape[0]]
-    return QuantParams(Factors(scale, encode), None, "encode")
+    return slots.scale_for(W, x, record=False, experts=experts)
 
 
 def _buffers(x: Tensor) -> Stored:
