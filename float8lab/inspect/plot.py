@@ -11,6 +11,7 @@ from torch import Tensor
 
 from float8lab.arguments import check_flags, needs
 from float8lab.inspect.statistics import blocks, stats, stored
+from float8lab.ops import as_matrix
 from float8lab.tensor import Float8Tensor
 
 __all__ = ["heat_cells", "new_figure", "plot"]
@@ -77,8 +78,7 @@ def heat_cells(x: Tensor, most: int = 256) -> tuple[str, Tensor]:
     title = f"log2 of the scales, {tuple(values.shape)}"
     if values.numel() == 1:
         data = stored(x).qdata.detach()
-        values = data.flatten(0, -2) if data.ndim > 1 else data.reshape(1, -1)
-        title = f"log2 of the FP8 data, {tuple(data.shape)}"
+        values, title = as_matrix(data), f"log2 of the FP8 data, {tuple(data.shape)}"
     for dim in (0, 1) if values.numel() else ():
         chunks = values.tensor_split(min(values.shape[dim], most), dim)
         sizes = (chunk.float().abs().nan_to_num(0.0, 0.0) for chunk in chunks)

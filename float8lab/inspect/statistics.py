@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from float8lab import arguments
 from float8lab.formats import E4M3, Spec, largest
+from float8lab.ops import as_matrix
 from float8lab.tensor.blocks import by_block, expand_scale
 from float8lab.tensor.dtensor import is_dtensor, local_of
 from float8lab.tensor.float8_tensor import Float8Tensor
@@ -116,8 +117,7 @@ def blocks(x: Tensor) -> Tensor:
     >>> float8lab.inspect.blocks(float8lab.quantize(torch.ones(4, 2, 256), block=(1, 128))).shape
     torch.Size([8, 2])
     """
-    scale = stored(x).scale.detach()
-    return scale.reshape(math.prod(scale.shape[:-1]), scale.shape[-1] if scale.ndim else 1).clone()
+    return as_matrix(stored(x).scale.detach()).clone()
 
 
 def stored(x: Tensor) -> Float8Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from float8lab.formats import FLOAT32_MAX, Spec, scales_by_column
 from float8lab.ops import as_matrix, cast_many_op, factors_from_amax, round_to_fp8, value_of_op
-from float8lab.ops.reference.blocks import expand_scale, in_blocks
+from float8lab.ops.reference.blocks import block_amax, expand_scale, in_blocks
 from float8lab.recipes.delayed import QuantParams
 from float8lab.tensor.operands import quantize
 
@@ -45,11 +45,6 @@ def refine_scale(scale: Tensor, length: int, old: int, new: int, dim: int) -> Te
 def by_block(x: Tensor, block: Sequence[int], reduce: Callable[..., Tensor], fill: float) -> Tensor:
     """Compute ``reduce(x, dim=...)`` of each block; blocks cut by an edge are padded with fill."""
     return reduce(in_blocks(x, block, fill), dim=list(range(1, 2 * x.ndim, 2)))
-
-
-def block_amax(x: Tensor, block: Sequence[int]) -> Tensor:
-    """Return the float32 amax of each block; 0 if empty. A bool counts as 0 or 1."""
-    return by_block(x.float().abs(), block, torch.amax, 0.0)
 
 
 def _matrix_block(spec: Spec, ndim: int) -> tuple[int, int] | None:

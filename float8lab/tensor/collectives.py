@@ -101,7 +101,7 @@ def _in_blocks(x: Float8Tensor, block: tuple[int, ...]) -> Float8Tensor:
     elements = cut(x, (1,) * x.ndim)
     scale, amax = (blocks.block_amax(t, block) for t in (elements.scale, elements.amax))
     is_other = elements.scale != blocks.expand_scale(scale, block, x.shape)
-    differ = blocks.block_amax(is_other, block) > 0
+    differ = blocks.block_amax(is_other.float(), block) > 0
     buffers = torch.empty_like(x.qdata), torch.ones_like(scale), torch.zeros_like(amax)
     result = Float8Tensor._make(*buffers, replace(x.spec, block=block), x.dtype)
     values = blocks.dequantize_blocks(x.qdata, x.scale, x.spec, torch.float32)

@@ -115,7 +115,7 @@ def merge_into(
         amax: the amax of each block that belongs to ``scale``.
     """
     spec = x.spec
-    touched = block_amax(mask, spec.block) > 0
+    touched = block_amax(mask.float(), spec.block) > 0
     q, new_scale, new_amax = quantize_blocks(new, spec)
     new_bytes, old_bytes = q.view(torch.uint8), x.qdata.view(torch.uint8)
     if scale is not None and amax is not None:

@@ -56,7 +56,7 @@ def amax_of(
         words.amax_rows_columns(matrix, bits, 0, prologues.tile_for(prologue), by_row, not by_row)
         return bits.view(torch.float32).view((-1, 1) if by_row else (1, -1))
     if block != (-1, -1) or not fits:
-        return reference.amax(prologues.value_of(*matrix) if prologue else inputs[0], block)
+        return reference.block_amax(prologues.value_of(*matrix) if prologue else inputs[0], block)
     partial = words.partial_amax(matrix)
     return partial if prologue else partial.amax().view(1, 1)
 

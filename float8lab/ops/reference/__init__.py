@@ -7,8 +7,8 @@ a *block* is ``(rows, columns)`` as in ``float8lab.formats``.
 from float8lab.ops.reference.blocks import (
     ALIGN,
     CastResults,
-    amax,
     as_matrix,
+    block_amax,
     encode_from_amax,
     factors_from_amax,
     quantize,
@@ -24,7 +24,7 @@ from float8lab.ops.reference.prologue import ACTIVATIONS, dequantize, prologue_s
 from float8lab.ops.reference.scaling import NO_DATA, update_scales_
 
 __all__ = [
-    "ACTIVATIONS", "ALIGN", "NO_DATA", "SPAN", "CastResults", "amax", "amax_of", "as_matrix",
+    "ACTIVATIONS", "ALIGN", "NO_DATA", "SPAN", "CastResults", "amax_of", "as_matrix", "block_amax",
     "cast", "cast_many_", "dequantize", "encode_from_amax", "factors_from_amax", "has_amax", "norm",
     "norm_backward", "padded_rows", "plan_groups", "prologue_shape", "quantize", "round_to_fp8",
     "round_up", "scale_in_tiles", "scaled_mm", "scaled_mm_into", "transpose",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from float8lab import formats
 
 __all__ = [
-    "ALIGN", "CastResults", "amax", "as_matrix", "encode_from_amax", "expand_scale",
+    "ALIGN", "CastResults", "as_matrix", "block_amax", "encode_from_amax", "expand_scale",
     "factors_from_amax", "in_blocks", "quantize", "round_to_fp8", "round_up", "scale_in_tiles",
 ]  # fmt: skip
 
@@ -42,8 +41,7 @@ def as_matrix(x: Tensor) -> Tensor:
     """
     if x.ndim == 2:
         return x
-    K = x.shape[-1] if x.ndim else 1
-    return x.reshape(-1, K) if K else x.reshape(math.prod(x.shape[:-1]), K)
+    return x.flatten(0, -2) if x.ndim > 2 else x.reshape(1, -1)
 
 
 def round_up(size: int, align: int) -> int:
@@ -70,11 +68,11 @@ def in_blocks(x: Tensor, block: Sequence[int], fill: float = 0.0) -> Tensor:
     return x.reshape([k for n, s in zip(x.shape, sizes, strict=True) for k in (n // s, s)])
 
 
-def amax(x: Tensor, block: Sequence[int]) -> Tensor:
+def block_amax(x: Tensor, block: Sequence[int]) -> Tensor:
     """Largest absolute value of each block, float32; NaN if it has a NaN, 0 if it is empty."""
-    if block[0] == block[1] == -1 and x.numel():
-        return x.abs().amax().float().view(1, 1)
-    return in_blocks(x, block).abs().amax((1, 3)).float()
+    if {*block} == {-1} and x.numel():
+        return x.abs().amax().float().view((1,) * x.ndim)
+    return in_blocks(x, block).abs().amax([*range(1, 2 * x.ndim, 2)]).float()
 
 
 def encode_from_amax(amax: Tensor, fp8_max: float | Tensor, *, power_of_2: bool) -> Tensor:

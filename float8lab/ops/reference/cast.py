@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8lab.formats import TENSOR_SCALE_RULES
-from float8lab.ops.reference.blocks import CastResults, amax, quantize
+from float8lab.ops.reference.blocks import CastResults, block_amax, quantize
 from float8lab.ops.reference.grouped import cast_batch, cast_groups
 from float8lab.ops.reference.prologue import value_of
 
@@ -28,7 +28,7 @@ def amax_of(
     prologue: str, inputs: Sequence[Tensor], dtype: torch.dtype, block: Sequence[int] = (-1, -1)
 ) -> Tensor:
     """Compute the ``amax`` of a matrix, or of a prologue's values."""
-    return amax(value_of(prologue, inputs, dtype) if prologue else inputs[0], block)
+    return block_amax(value_of(prologue, inputs, dtype) if prologue else inputs[0], block)
 
 
 def cast(

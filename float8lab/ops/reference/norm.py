@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from float8lab.ops.declare import declare
-from float8lab.ops.reference.blocks import amax, as_matrix
+from float8lab.ops.reference.blocks import as_matrix, block_amax
 from float8lab.ops.reference.prologue import apply_norm, dequantize, widen
 
 __all__ = [
@@ -57,7 +57,7 @@ def norm(
     y = y_amax = None
     if write or want_amax:
         y = apply_norm(x, rstd, weight, mean, bias).to(dtype)
-        y_amax = amax(y, (-1, -1)) if want_amax else None
+        y_amax = block_amax(y, (-1, -1)) if want_amax else None
         # Not a view: an in-place op on a view of an autograd function's output is refused.
         y = torch.ops.aten._unsafe_view.default(y.contiguous(), shape) if write else None
     mean = None if mean is None else mean.view(shape[:-1])
