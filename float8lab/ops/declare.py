@@ -29,8 +29,7 @@ from float8lab.ops.sharding import Rule, takes_dtensors
 __all__ = [
     "OPS", "RECORDING", "Declared", "DirectCall", "announce", "called_by_ops", "capability_of",
     "casts_by_kernel", "compute_intensive_ops", "declare", "filled", "is_profiled",
-    "is_watched_by_a_mode", "load_launcher", "overload_named", "planned", "tell_when_imported",
-    "tensors_of", "untraced",
+    "is_watched_by_a_mode", "load_launcher", "overload_named", "planned", "tensors_of", "untraced",
 ]  # fmt: skip
 
 _LIBRARY = torch.library.Library("float8lab", "DEF")
@@ -335,7 +334,7 @@ class _Ops:
         self.declared: dict[Any, Declared] = {}
         """The facts about each overload."""
         self.untold: dict[str, Callable[[ModuleType], None]] = {}
-        """By module name, functions that tell a module which ``announce`` has not seen imported."""
+        """By name of a module, the function that ``announce`` calls with it once it is imported."""
 
 
 OPS = _Ops()
@@ -363,11 +362,6 @@ def announce() -> None:
         OPS.untold.pop(name)(sys.modules[name])
 
 
-def tell_when_imported(name: str, tell: Callable[[ModuleType], None]) -> None:
-    """Make ``announce`` call ``tell`` with a module of torch once that module is imported."""
-    OPS.untold[name] = tell
-
-
 def _tell_counter(counter: ModuleType) -> None:
     formulas = {op.overloadpacket: OPS.declared[op].flops for op in compute_intensive_ops()}
     for packet, formula in formulas.items():
@@ -384,8 +378,8 @@ def _tell_dtensor(module: ModuleType) -> None:
         takes_dtensors(module, overload, op, _LIBRARY)
 
 
-tell_when_imported("torch.utils.flop_counter", _tell_counter)
-tell_when_imported("torch.distributed.tensor", _tell_dtensor)
+OPS.untold["torch.utils.flop_counter"] = _tell_counter
+OPS.untold["torch.distributed.tensor"] = _tell_dtensor
 
 
 _PLAIN = frozenset(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Graph, Node, map_arg
 
-from float8lab.ops.declare import OPS, overload_named, tell_when_imported
+from float8lab.ops.declare import OPS, overload_named
 from float8lab.ops.reference import ALIGN
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def _at_casts(*handlers: Callable[..., None]) -> Callable[[ModuleType], None]:
     return register
 
 
-tell_when_imported("torch._inductor.fx_passes.joint_graph", _at_casts(_copy_input))
-tell_when_imported(
-    "torch._inductor.fx_passes.post_grad", _at_casts(_merge_orientations, _merge_small_weights)
+OPS.untold["torch._inductor.fx_passes.joint_graph"] = _at_casts(_copy_input)
+OPS.untold["torch._inductor.fx_passes.post_grad"] = _at_casts(
+    _merge_orientations, _merge_small_weights
 )

@@ -150,4 +150,4 @@ def _operation_class(ir: Any) -> type:
     return CallSite
 
 
-declare.tell_when_imported("torch._inductor.lowering", _register)
+declare.OPS.untold["torch._inductor.lowering"] = _register
