@@ -260,6 +260,9 @@ class Weight:
     """A weight to store in FP8: one parameter, or several that are cast as one matrix."""
 
     names: tuple[str, ...]
+    """Names in the checkpoint; in the model where it has no other name there."""
+    parameters: tuple[str, ...]
+    """Names of the model's parameters that it is made of."""
     shapes: tuple[tuple[int, ...], ...]
     module: str
     spec: Float8Spec
@@ -273,17 +276,10 @@ class Weight:
     """Scale of the input under a calibrated recipe, ``[1]``."""
     stored: bool = False
     """Whether the parameter is stored in FP8."""
-    parameters: tuple[str, ...] = ()
-    """The parameters of the model, where they are not called ``names``."""
     experts: Callable[[], tuple[Weight, ...]] | None = None
     """For experts that the model has stacked, the matrices that other libraries have."""
     obstacle: str = ""
     """Why no format of another library has names for it; empty if one has."""
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """The parameters of the model that it is made of."""
-        return self.parameters or self.names
 
 
 @dataclass(frozen=True)

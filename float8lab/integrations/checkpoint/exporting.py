@@ -141,7 +141,7 @@ def export(  # noqa: PLR0913  # each is a keyword that users set on its own
         )
     groups = contents.groups
     files = safetensors.write_checkpoint(Path(path), groups, config, max_shard_size=max_shard_size)
-    fp8 = {name: weight.spec.describe() for weight in weights for name in weight.sources}
+    fp8 = {name: weight.spec.describe() for weight in weights for name in weight.parameters}
     nbytes, notes = sum(group.nbytes for group in groups), tuple(_notes(state, weights, layout))
     results = fp8, contents.high_precision, nonfinite, notes, contents.reasons
     return ExportReport(str(path), format, tuple(files), nbytes, *results)
@@ -219,7 +219,7 @@ def _contents(
         model, recipe=recipe, default=layout.recipe, exclude=exclude, share_scales=share_scales,
         unseen=unseen, names=names,
     )  # fmt: skip
-    candidates = [w for w in quantizable if all(name in state for name in w.sources)]
+    candidates = [w for w in quantizable if all(name in state for name in w.parameters)]
     unnamed = [weight for weight in candidates if layout.lacks_names(weight)]
     named = [weight for weight in candidates if weight not in unnamed]
     if not named:
@@ -230,13 +230,13 @@ def _contents(
     weights = [matrix for weight in named for matrix in layout.split_experts(weight)]
     for weight in weights:
         layout.check(weight)
-    in_fp8 = {name for weight in weights for name in weight.sources}
+    in_fp8 = {name for weight in weights for name in weight.parameters}
     if stray := [n for n, value in state.items() if is_stored(value) and n not in in_fp8]:
         raise ValueError(
             f"parameters stored in FP8 must be weights of linear layers that are not excluded; got "
             f"{listed(stray, 5)}. Dequantize them, or do not exclude them."
         )
-    reasons |= {name: w.obstacle for w in unnamed for name in w.sources}
+    reasons |= {name: w.obstacle for w in unnamed for name in w.parameters}
     high_precision = _not_in_fp8(model, in_fp8)
     # Transformers finds modules by either name, other readers by the name in the checkpoint.
     saved = [names.renamed.get(f"{module}.weight", "") for module in high_precision]
@@ -307,14 +307,14 @@ def _groups(
     state: Mapping[str, Tensor], weights: Sequence[Weight], format: Format, names: SavedNames
 ) -> list[safetensors.Group]:
     """Return all tensors in the order of the model, under their names in the checkpoint."""
-    by_name: dict[str, list[Weight]] = {n: [] for weight in weights for n in weight.sources}
+    by_name: dict[str, list[Weight]] = {n: [] for weight in weights for n in weight.parameters}
     for weight in weights:
-        by_name[weight.sources[0]].append(weight)
+        by_name[weight.parameters[0]].append(weight)
     groups: list[safetensors.Group] = []
     for name, value in state.items():
         for weight in by_name.get(name, ()):  # matrices of experts have their saved names already
             saved = tuple(names.renamed.get(name, name) for name in weight.names)
-            groups.append(format.group(replace(weight, names=saved, parameters=weight.sources)))
+            groups.append(format.group(replace(weight, names=saved)))
         if name not in by_name:
             saved_name = names.renamed.get(name, name)
             tensor = safetensors.NewTensor(saved_name, value.dtype, tuple(value.shape))

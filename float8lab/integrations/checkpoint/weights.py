@@ -411,11 +411,11 @@ def _described(
     if not weight.is_stack:
         activations = None if recipe is None else recipe.linear.x
         scale = _input_scale(weight.precision, recipe)
-        return Weight(paths, shapes, weight.name, spec, activations, make, scale)
+        return Weight(paths, paths, shapes, weight.name, spec, activations, make, scale)
     split = functools.partial(_split_experts, weight, spec, make_matrix, names)
     experts = None if weight.obstacle else split
     return Weight(
-        paths, shapes, paths[0], spec, None, make, experts=experts, obstacle=weight.obstacle
+        paths, paths, shapes, paths[0], spec, None, make, experts=experts, obstacle=weight.obstacle
     )
 
 
@@ -447,13 +447,13 @@ def _split_experts(
     return tuple(
         Weight(
             (name := names.matrix(path, expert, index),),
+            (path,),
             ((size, columns),),
             name.removesuffix(".weight"),
             replace(spec, block=(height, width)),
             None,
             functools.partial(make_matrix, expert, slice(index * size, (index + 1) * size)),
             stored=is_stored(weight.parameters[0]),
-            parameters=(path,),
         )
         for expert in range(experts)
         for index in range(count)
