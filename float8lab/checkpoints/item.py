@@ -132,7 +132,7 @@ class Item:
             return value if value.dtype in (torch.float64, torch.complex128) else value.float()
         box = box or whole_box(self.entry.shape)
         data, scales = self.qdata(box), self.scales(box)
-        if self.spec is not None and self.spec.is_packed:
+        if self.spec.is_packed:
             return decode_codes(data, self.block, scales, self.read_tensor_scale(box))
         data = data.view(self.spec.fp8_dtype)
         return data.float() * expand_scale(scales, self.block, data.shape)

@@ -30,7 +30,6 @@ from float8lab.distributed.ranks import rank_and_size
 from float8lab.inspect.trial import as_before, call, hooked, own_loss
 from float8lab.nn.casts import plain
 from float8lab.recipes.region import in_backward
-from float8lab.tensor import Float8Tensor
 from float8lab.tensor.dtensor import local_of
 
 __all__ = ["NonFinite", "find_nan"]
@@ -160,7 +159,7 @@ def _default_loss(output: object) -> Tensor:
 
 
 def _is_number(x: object) -> TypeGuard[Tensor]:
-    return isinstance(x, Tensor) and (x.is_floating_point() or isinstance(x, Float8Tensor))
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _named_tensors(values: object) -> Iterator[tuple[str, Tensor]]:

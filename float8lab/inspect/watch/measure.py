@@ -19,7 +19,7 @@ from float8lab.inspect.watch.records import Record
 from float8lab.ops.declare import called_by_ops
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.blocks import expand_scale
-from float8lab.tensor.statistics import TensorStats
+from float8lab.tensor.statistics import TensorStats, decibels
 
 __all__ = ["Measurement", "measure_cast", "measure_stored", "numbers_of", "record_of"]
 
@@ -135,7 +135,7 @@ def record_of(
         flushed=flushed / measurement.elements,
         nan=stats.count("nan") if stored else nonzero - finite - inf,
         inf=stats.count("inf") if stored else inf,
-        sqnr=10 * math.log10(signal / noise) if signal and noise else None,
+        sqnr=decibels(signal, noise) if signal and noise else None,
         staleness=math.log2(overshoot) if measurement.delayed and overshoot > 0 else None,
         elements=measurement.elements, stored=stored,
         exponents={e: n for e, n in stats.count_exponents().items() if n},
