@@ -205,7 +205,5 @@ class quantized_model_init:
         return context_decorator(lambda: quantized_model_init(*settings), function)
 
 
-class fp8_model_init(quantized_model_init):
-    """``quantized_model_init`` under its older name."""
-
-    __slots__ = ()
+fp8_model_init = quantized_model_init
+"""The older name of ``quantized_model_init``."""

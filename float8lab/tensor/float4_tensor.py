@@ -189,22 +189,21 @@ class Float4Tensor(StoredTensor):
 
     def dequantize(self) -> Tensor:
         """Return the values, rounded from float32 to the high-precision ``dtype``."""
-        return self._decode()
-
-    def _decode(self) -> Tensor:
         dim = self.spec.packed_dim
         if dim != self.ndim - 1:  # decode in memory order, as GEMMs want for transposed operands
             swapped = _permute(aten.transpose.int, self, dim, self.ndim - 1)
-            return swapped._decode().transpose(dim, self.ndim - 1)
+            return swapped.dequantize().transpose(dim, self.ndim - 1)
         shape, size = self.shape, max(math.prod(self.shape[1:]), 1)
         if self.ndim > 1 and shape[0] > (step := max(_CHUNK_SIZE // size, 1)):
             out = torch.empty(shape, dtype=self.dtype, device=self.device)
             for start in range(0, shape[0], step):
                 rows = _take_along(aten.slice.Tensor, self, 0, start, start + step)
-                out[start : start + step] = rows._decode()
+                out[start : start + step] = rows.dequantize()
             return out
         values = decode_codes(unpack(self.packed), self.spec.block, self.scale, self.tensor_scale)
         return values.to(self.dtype)
+
+    _decode = dequantize  # as ``run_fallback`` calls it
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         scale = self.scale.view(torch.uint8)  # a dtype that every loader of pickles knows
