@@ -184,8 +184,7 @@ def _refused_attention(*args: object) -> Tensor:
     )
 
 
-_Translations = tuple[tuple[type, Callable[..., object]], ...]
-_TRANSLATIONS: _Translations = (
+_TRANSLATIONS: tuple[tuple[type, Callable[..., object]], ...] = (
     (gemm.LinearFunction, _linear),
     (grouped_function.GroupedFunction, _grouped_linear),
     (norm_function._Norm, _norm),
