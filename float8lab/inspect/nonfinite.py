@@ -32,7 +32,7 @@ from float8lab.nn.casts import plain
 from float8lab.recipes.region import in_backward
 from float8lab.tensor.dtensor import local_of
 
-__all__ = ["NonFinite", "find_nan"]
+__all__ = ["NonFinite", "find_nan", "local_values"]
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class _Look:
         if self.first_nonfinite is not None or not _is_number(x):
             return True
         with torch.no_grad():
-            value = _local(x.detach())
+            value = local_values(x.detach())
             if bool(value.isfinite().all()):
                 return True
             nan, inf = int(value.isnan().sum()), int(value.isinf().sum())
@@ -303,7 +303,7 @@ class _Look:
         self.check(gradient, *label, phase="backward")
 
 
-def _local(x: Tensor) -> Tensor:
+def local_values(x: Tensor) -> Tensor:
     """Return this rank's shard of a tensor in high precision."""
     value = plain(local_of(x))
     # An FP8 dtype without a scale has no isfinite.

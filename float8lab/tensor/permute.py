@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from float8lab import arguments
 from float8lab.ops import gather_rows_op, row_map_op, scatter_rows_op
 from float8lab.tensor.differentiation import AutogradContext, Float8Function, once_differentiable
-from float8lab.tensor.float8_tensor import Float8Tensor
+from float8lab.tensor.float8_tensor import Float8Tensor, decoded
 from float8lab.tensor.views import cut
 
 __all__ = [
@@ -494,9 +494,7 @@ class _Scatter(Float8Function):
     ) -> tuple[Tensor | None, ...]:
         (row_map,) = ctx.saved_tensors
         dx, dprobs_in = _gather_rows(dy, row_map, None, dprobs)
-        if ctx.tokens != dx.shape[0]:
-            dx = dx[: ctx.tokens]
-        return dx, *(None, None), None if dprobs is None else dprobs_in
+        return dx[: ctx.tokens], *(None, None), None if dprobs is None else dprobs_in
 
 
 class _Gather(Float8Function):
@@ -514,7 +512,7 @@ class _Gather(Float8Function):
         row_map, *merged = ctx.saved_tensors
         if not merged:
             return _scatter_rows(dx, row_map, ctx.rows)[0], None, None
-        dx, probs, y = (t.dequantize() if isinstance(t, Float8Tensor) else t for t in (dx, *merged))
+        dx, probs, y = map(decoded, (dx, *merged))
         needs_dprobs = y is not None  # if not, the op reads an uninitialized tensor in place of y
         y = y if needs_dprobs else dx.new_empty((ctx.rows, dx.shape[1]))
         dy, dprobs, *_ = scatter_rows_op(dx, row_map, ctx.rows, probs, y)

@@ -17,13 +17,13 @@ from float8lab.checkpoints import safetensors
 from float8lab.checkpoints.layouts import FORMATS, Format, Weight
 from float8lab.checkpoints.source import dtype_name, listed
 from float8lab.distributed.fsdp.shards import reshard
+from float8lab.inspect.nonfinite import local_values
 from float8lab.inspect.text import Printed
 from float8lab.integrations.checkpoint.saved_names import SavedNames, saved_names
 from float8lab.integrations.checkpoint.weights import find_weights, gemm_weights, is_stored
 from float8lab.recipes.recipe import Recipe, check_recipe
 from float8lab.tensor import Float4Tensor
 from float8lab.tensor.dtensor import is_dtensor
-from float8lab.tensor.float8_tensor import decoded
 
 __all__ = ["ExportReport", "export", "export_stream"]
 
@@ -290,9 +290,7 @@ def _nonfinite(state: Mapping[str, Tensor]) -> dict[str, int]:
     counts = {}
     for name, value in state.items():
         if value.dtype.is_floating_point or value.dtype.is_complex:
-            values = decoded(value.detach())
-            if values.dtype.itemsize == 1:  # torch has no isfinite of plain FP8
-                values = values.float()
+            values = local_values(value.detach())
             if count := values.numel() - int(values.isfinite().sum()):
                 counts[name] = count
     return counts
