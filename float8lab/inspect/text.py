@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -91,13 +91,14 @@ def shown(grids: Iterable[Grid], limit: int | None) -> list[Grid]:
     return [grid.first(limit) for grid in grids if grid.rows]
 
 
-def finite(value: Any) -> Any:
-    """Return ``value`` with None in place of NaN and infinities, which JSON does not have."""
+def finite(value: Any, stand_in: Callable[[float], object] = lambda number: None) -> Any:
+    """Return ``value`` without NaN and infinities, which JSON lacks: by default None is in place of
+    each, else what ``stand_in`` makes of it."""
     if isinstance(value, dict):
-        return {key: finite(element) for key, element in value.items()}
+        return {key: finite(element, stand_in) for key, element in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(element) for element in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [finite(element, stand_in) for element in value]
+    return stand_in(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Printed:

@@ -10,7 +10,6 @@ that are not finite are the strings ``"nan"``, ``"inf"`` and ``"-inf"``, since J
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 
 from float8lab.arguments import check_path
 from float8lab.checkpoints.replacing import replacing
+from float8lab.inspect.text import finite
 
 __all__ = ["Log", "Record", "Step", "evenly_chosen"]
 
@@ -158,15 +158,7 @@ def evenly_chosen(values: Sequence[_T], most: int) -> Sequence[_T]:
 
 
 def _line(kind: str, value: dict[str, object]) -> str:
-    return json.dumps({kind: _encode(value)}, allow_nan=False) + "\n"
-
-
-def _encode(value: object) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(k): _encode(v) for k, v in value.items()}
-    return value
+    return json.dumps({kind: finite(value, str)}, allow_nan=False) + "\n"
 
 
 def _record(value: dict[str, Any]) -> Record:
