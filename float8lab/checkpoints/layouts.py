@@ -27,7 +27,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +37,9 @@ from float8lab.checkpoints.safetensors import SPECS_KEY, Group, NewTensor
 from float8lab.checkpoints.source import CheckpointSource, Entry, dtype_name
 from float8lab.formats import E4M3, FP8_DTYPES, Float8Spec, scale_shape
 from float8lab.recipes.recipe import ALL, Recipe
+from float8lab.tensor import Float8Tensor
 
-__all__ = ["FORMATS", "Format", "Stored", "Weight", "recognize"]
+__all__ = ["FORMATS", "Format", "Weight", "recognize"]
 
 _BLOCK = (128, 128)
 _SCALES = {
@@ -64,6 +64,7 @@ _COMPANIONS = (
     "scale_input",
 )  # fmt: skip
 _SCALE_DTYPES = (*FACTOR_DTYPES, torch.float8_e8m0fnu, torch.uint8)  # bytes: exponents, as e8m0
+_SCALE_SUFFIXES = ("_scale", "_scale_inv", "_scales", ".scale_weight")
 
 
 def recognize(source: CheckpointSource) -> list[Item]:
@@ -90,9 +91,6 @@ def recognize(source: CheckpointSource) -> list[Item]:
         for entry in source.entries
         if entry.name not in taken
     ]
-
-
-_SCALE_SUFFIXES = ("_scale", "_scale_inv", "_scales", ".scale_weight")
 
 
 def _configured_block(config: Mapping[str, object]) -> tuple[int, int] | None:
@@ -245,16 +243,6 @@ def _module(name: str) -> str:
 # Weights that are written.
 
 
-class Stored(NamedTuple):
-    """A matrix in FP8."""
-
-    qdata: Tensor
-    scale: Tensor
-    """float32, one for each block."""
-    amax: Tensor
-    """float32, one for each block; ``scale`` where it was not asked for."""
-
-
 @dataclass(frozen=True)
 class Weight:
     """A weight to store in FP8: one parameter, or several that are cast as one matrix."""
@@ -268,10 +256,10 @@ class Weight:
     spec: Float8Spec
     activations: Float8Spec | None
     """How the recipe casts the input; None if it is not known."""
-    make: Callable[..., list[Stored]]
+    make: Callable[..., list[Float8Tensor]]
     """``make(scale, amax=...)`` returns a matrix for each parameter. ``scale`` is a scale per
     tensor to use in place of its own, or None; ``amax`` asks for amaxes, which take a pass of their
-    own."""
+    own. If it is False, ``amax`` of the matrices may hold their scales."""
     input_scale: Tensor | None = None
     """Scale of the input under a calibrated recipe, ``[1]``."""
     stored: bool = False

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from float8lab.checkpoints.experts import STACKED
-from float8lab.checkpoints.layouts import Stored, Weight
+from float8lab.checkpoints.layouts import Weight
 from float8lab.distributed.checkpoint import StoredWeight
 from float8lab.formats import Float8Spec
 from float8lab.integrations.checkpoint.saved_names import SavedNames
@@ -356,12 +356,6 @@ def _params_of_experts(
     return slots.scale_for(W, x, record=False, experts=experts)
 
 
-def _buffers(x: Tensor) -> Stored:
-    """Return the buffers of a Float8Tensor."""
-    stored = cast("Float8Tensor", x)
-    return Stored(stored.qdata, stored.scale, stored.amax)
-
-
 def _stored_weights(weight: GemmWeight, names: SavedNames, read: Read) -> Iterator[Weight]:
     """Describe each parameter of a weight whose parameters are stored in FP8."""
     recipe = None if weight.precision is None else weight.precision.recipe
@@ -374,13 +368,13 @@ def _stored_weights(weight: GemmWeight, names: SavedNames, read: Read) -> Iterat
                 f"{local} is {parameter.dtype}. Exclude it."
             )
 
-        def make(local: str = local, *, amax: bool = False) -> list[Stored]:
-            return [_buffers(read(weight.module, local))]
+        def make(local: str = local, *, amax: bool = False) -> list[Float8Tensor]:
+            return [cast("Float8Tensor", read(weight.module, local))]
 
         def make_matrix(
             expert: int, rows: slice, local: str = local, *, amax: bool = False
-        ) -> list[Stored]:
-            return [_buffers(read(weight.module, local)[expert][rows])]
+        ) -> list[Float8Tensor]:
+            return [cast("Float8Tensor", read(weight.module, local)[expert][rows])]
 
         spec = cast("Float8Tensor", local_of(parameter)).spec
         if is_dtensor(parameter):
@@ -392,18 +386,21 @@ def _stored_weights(weight: GemmWeight, names: SavedNames, read: Read) -> Iterat
 def _cast_weight(weight: GemmWeight, recipe: Recipe, spec: Float8Spec, names: SavedNames) -> Weight:
     """Describe a weight in high precision that a recipe casts."""
 
-    def make(scale: Tensor | None = None, *, amax: bool = False) -> list[Stored]:
-        return [_buffers(x) for x in weight.lay_out(_cast(weight, recipe, scale=scale, amax=amax))]
+    def make(scale: Tensor | None = None, *, amax: bool = False) -> list[Float8Tensor]:
+        matrix = _cast(weight, recipe, scale=scale, amax=amax)
+        return cast("list[Float8Tensor]", weight.lay_out(matrix))
 
-    def make_matrix(expert: int, rows: slice, *, amax: bool = False) -> list[Stored]:
-        return [_buffers(_cast(weight, recipe, slice(expert, expert + 1), amax=amax)[0][rows])]
+    def make_matrix(expert: int, rows: slice, *, amax: bool = False) -> list[Float8Tensor]:
+        matrix = _cast(weight, recipe, slice(expert, expert + 1), amax=amax)[0]
+        return [cast("Float8Tensor", matrix[rows])]
 
     return _described(weight, weight.paths, spec, recipe, make, make_matrix, names)
 
 
 def _described(
     weight: GemmWeight, paths: tuple[str, ...], spec: Float8Spec, recipe: Recipe | None,
-    make: Callable[..., list[Stored]], make_matrix: Callable[..., list[Stored]], names: SavedNames,
+    make: Callable[..., list[Float8Tensor]], make_matrix: Callable[..., list[Float8Tensor]],
+    names: SavedNames,
 ) -> Weight:  # fmt: skip
     """Describe a weight as it is written; ``make_matrix`` makes rows of an expert's matrix."""
     parameters = dict(zip(weight.paths, weight.parameters, strict=True))
@@ -420,7 +417,7 @@ def _described(
 
 
 def _split_experts(
-    weight: GemmWeight, spec: Float8Spec, make_matrix: Callable[..., list[Stored]],
+    weight: GemmWeight, spec: Float8Spec, make_matrix: Callable[..., list[Float8Tensor]],
     names: SavedNames,
 ) -> tuple[Weight, ...]:  # fmt: skip
     """Return the matrices of the experts in a stack under the names that other libraries read."""
@@ -536,7 +533,9 @@ def _tie(weights: list[Weight], share_scales: Sequence[Sequence[str]]) -> list[W
     return result
 
 
-def _with_scale(weight: Weight, scale: Callable[[], Tensor], *, amax: bool = False) -> list[Stored]:
+def _with_scale(
+    weight: Weight, scale: Callable[[], Tensor], *, amax: bool = False
+) -> list[Float8Tensor]:
     return weight.make(scale(), amax=amax)
 
 
