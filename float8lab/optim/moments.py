@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from float8lab.arguments import shown
-from float8lab.ops.moments import dequantize_moment, quantize_moment_
+from float8lab.ops.declare import called_by_ops
+from float8lab.ops.reference import moments as reference
 from float8lab.ops.reference.moments import BLOCK, round_stochastically
 from float8lab.tensor.dtensor import is_dtensor, local_of, with_local
 
@@ -40,6 +41,9 @@ SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", 
 """Moments of squares in torch's optimizers. Moments with other names are stored with a sign."""
 FEWEST, CHUNK = 4096, 2**24
 """The least size of a parameter with FP8 moments, and the size of a chunk if it can be cut."""
+
+quantize_moment_ = called_by_ops(reference.quantize_moment_, cuda="moments:quantize_moment_")
+dequantize_moment = called_by_ops(reference.dequantize_moment, cuda="moments:dequantize_moment")
 
 _Moments = dict[str, Tensor]
 """The state of a parameter in an optimizer; only its tensors are considered."""

@@ -98,7 +98,7 @@ def test_kernels_store_the_bytes_of_the_reference(shape, is_square):
     for row, value in zip(x[:9], specials, strict=False):
         row[: shape[1] // 2] = value
     results = []
-    for implementation in (ops.moments, ops.reference.moments):
+    for implementation in (moments, ops.reference.moments):
         data = torch.empty(shape, dtype=torch.uint8, device="cuda")
         scale = data.new_empty(shape[0], -(-shape[1] // BLOCK))
         implementation.quantize_moment_(x, data, scale, 7, is_square)
