@@ -248,7 +248,7 @@ class Weight:
     """A weight to store in FP8: one parameter, or several that are cast as one matrix."""
 
     names: tuple[str, ...]
-    """Names in the checkpoint; in the model where it has no other name there."""
+    """Names in the checkpoint; ``export`` sets those that differ from the model's."""
     parameters: tuple[str, ...]
     """Names of the model's parameters that it is made of."""
     shapes: tuple[tuple[int, ...], ...]
