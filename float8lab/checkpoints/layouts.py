@@ -257,9 +257,9 @@ class Weight:
     activations: Float8Spec | None
     """How the recipe casts the input; None if it is not known."""
     make: Callable[..., list[Float8Tensor]]
-    """``make(scale, amax=...)`` returns a matrix for each parameter. ``scale`` is a scale per
-    tensor to use in place of its own, or None; ``amax`` asks for amaxes, which take a pass of their
-    own. If it is False, ``amax`` of the matrices may hold their scales."""
+    """``make(scale, amax=...)`` returns a matrix for each parameter. ``scale`` returns a scale
+    per tensor to use in place of its own, or is None; ``amax`` asks for amaxes, which take a pass
+    of their own. If it is False, ``amax`` of the matrices may hold their scales."""
     input_scale: Tensor | None = None
     """Scale of the input under a calibrated recipe, ``[1]``."""
     stored: bool = False

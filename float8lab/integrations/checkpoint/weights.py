@@ -386,8 +386,10 @@ def _stored_weights(weight: GemmWeight, names: SavedNames, read: Read) -> Iterat
 def _cast_weight(weight: GemmWeight, recipe: Recipe, spec: Float8Spec, names: SavedNames) -> Weight:
     """Describe a weight in high precision that a recipe casts."""
 
-    def make(scale: Tensor | None = None, *, amax: bool = False) -> list[Float8Tensor]:
-        matrix = _cast(weight, recipe, scale=scale, amax=amax)
+    def make(
+        scale: Callable[[], Tensor] | None = None, *, amax: bool = False
+    ) -> list[Float8Tensor]:
+        matrix = _cast(weight, recipe, scale=scale and scale(), amax=amax)
         return cast("list[Float8Tensor]", weight.lay_out(matrix))
 
     def make_matrix(expert: int, rows: slice, *, amax: bool = False) -> list[Float8Tensor]:
@@ -529,14 +531,8 @@ def _tie(weights: list[Weight], share_scales: Sequence[Sequence[str]]) -> list[W
                 )
             continue
         for index, member in zip(indices, members, strict=True):
-            result[index] = replace(member, make=functools.partial(_with_scale, member, scale))
+            result[index] = replace(member, make=functools.partial(member.make, scale))
     return result
-
-
-def _with_scale(
-    weight: Weight, scale: Callable[[], Tensor], *, amax: bool = False
-) -> list[Float8Tensor]:
-    return weight.make(scale(), amax=amax)
 
 
 def _largest_scale(weights: Sequence[Weight]) -> Tensor:
