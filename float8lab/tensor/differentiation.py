@@ -81,7 +81,8 @@ class Float8Function(torch.autograd.Function):
                 "jvp, ...); got a call inside one. Use torch.autograd.grad, and a batch for vmap. "
                 f"{_INSTEAD}"
             )
-        if torch.is_grad_enabled():
+        # A program of torch.export has no backward, so it needs no casts for one.
+        if torch.is_grad_enabled() and not torch.compiler._is_exporting_flag:
             return cls.apply(*args)
         # ``apply`` would report that a parameter's gradient is needed, and cause needless casts.
         ctx = AutogradContext()

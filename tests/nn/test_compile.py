@@ -462,6 +462,17 @@ def test_named_dimensions_of_an_exported_program_take_every_size(strict):
             assert torch.equal(program.module()(other), layer(other))
 
 
+@pytest.mark.parametrize("recipe", ["current", "block", "mx"])
+def test_an_exported_program_takes_every_batch_though_its_weights_need_gradients(recipe):
+    """Casts for a backward, which no program has, would fix the number of their blocks."""
+    layer = nn.Sequential(float8lab.LayerNormMLP(64, 96, device="cpu"), nn.GELU())
+    with float8lab.autocast(recipe=RECIPES[recipe]):
+        dims = ({0: torch.export.Dim("batch")},)
+        program = torch.export.export(layer, (torch.randn(4, 64),), dynamic_shapes=dims)
+        other = torch.randn(300, 64)
+        assert torch.equal(program.module()(other), layer(other))
+
+
 def test_export_drops_checkpointing_and_refuses_delayed_scaling():
     mlp, x = float8lab.LayerNormMLP(32, 32, checkpoint=True, device="cpu"), torch.randn(3, 32)
     assert torch.equal(torch.export.export(mlp, (x,)).module()(x), mlp(x))
