@@ -499,6 +499,7 @@ class DelayedSlots:
         tensors = {name: t.clone() for name, t in self.tensors().items() if name in _TENSORS}
         values = {name: getattr(self, name) for name in ("fp8_dtypes", "forward", "key")}
         values |= {"seeded": list(self.seeded), "widths": self.widths}
+        self._pickled = tensors  # a process that starts opens their shared memory after this call
         return {"recipe": self.pack.recipe, **values, "tensors": tensors}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -107,3 +107,11 @@ def test_wrappers_of_torch_change_no_name_in_the_state():
 
 def test_a_model_without_delayed_scaling_loads_the_empty_state():
     ScalingState(torch.nn.Linear(4, 4)).load_state_dict({})
+
+
+def test_a_model_with_state_can_be_an_argument_of_a_new_process():
+    model = trained_model()
+    process = torch.multiprocessing.get_context("spawn").Process(target=model.eval)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
