@@ -67,9 +67,9 @@ class Fp8Padding(_AlignedRows):
         """
         counts, zeros = self._counts(inp, m_splits)
         if any(zeros):
-            *experts, others = inp.split([*counts, inp.shape[0] - sum(counts)])
+            *experts, unassigned = inp.split([*counts, inp.shape[0] - sum(counts)])
             rows = (F.pad(x, (0, 0, 0, n)) for x, n in zip(experts, zeros, strict=True))
-            inp = torch.cat([*rows, others])
+            inp = torch.cat([*rows, unassigned])
         return inp, [count + n for count, n in zip(counts, zeros, strict=True)]
 
 
@@ -87,6 +87,6 @@ class Fp8Unpadding(_AlignedRows):
             return inp
         padded = [count + n for count, n in zip(counts, zeros, strict=True)]
         offsets_of(padded, inp, self.num_gemms, "these are with padding")
-        *experts, others = inp.split([*padded, inp.shape[0] - sum(padded)])
+        *experts, unassigned = inp.split([*padded, inp.shape[0] - sum(padded)])
         rows = (x[:count] for x, count in zip(experts, counts, strict=True))
-        return torch.cat([*rows, others])
+        return torch.cat([*rows, unassigned])

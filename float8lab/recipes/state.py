@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._contextlib import context_decorator
 
 from float8lab.arguments import check_flags, check_group
+from float8lab.ops.declare import untraced
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
 from float8lab.recipes.region import STATE, Autocast, ModelInit, Region, current_backward
 
@@ -207,3 +208,7 @@ class quantized_model_init:
 
 fp8_model_init = quantized_model_init
 """The older name of ``quantized_model_init``."""
+
+# Torch 2.13 would compile these alone after a graph break in a region, and not leave the region.
+for _method in (autocast.__enter__, autocast.__exit__):
+    untraced(_method)

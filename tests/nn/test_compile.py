@@ -473,6 +473,22 @@ def test_an_exported_program_takes_every_batch_though_its_weights_need_gradients
         assert torch.equal(program.module()(other), layer(other))
 
 
+def test_a_region_with_a_graph_break_is_left_at_its_end():
+    layer = float8lab.Linear(32, 32, device="cpu")
+
+    @torch.compile(backend="eager")
+    def run(x):
+        with float8lab.autocast(recipe=RECIPES["current"]):
+            y = layer(x)
+            torch._dynamo.graph_break()
+            return layer(y)
+
+    run(torch.randn(4, 32))
+    with float8lab.count_gemms() as counts:
+        layer(torch.randn(4, 32))
+    assert counts.fp8 == 0
+
+
 def test_export_drops_checkpointing_and_refuses_delayed_scaling():
     mlp, x = float8lab.LayerNormMLP(32, 32, checkpoint=True, device="cpu"), torch.randn(3, 32)
     assert torch.equal(torch.export.export(mlp, (x,)).module()(x), mlp(x))
