@@ -167,8 +167,7 @@ def estimate(
         gemm(recipe if getattr(plan, op, None) else None, op, *sizes, experts, sustained=sustained)
         for op, sizes in shapes.items()
     )
-    elements = (M * N, M * K, experts * N * K)
-    casts = sum(cast(recipe, count, grouped=experts > 1) for count in elements)
+    casts = sum(cast(recipe, n, grouped=experts > 1) for n in (M * N, M * K, experts * N * K))
     return Parts(casts, gemms, _rates(recipe).cpu(mode))
 
 
