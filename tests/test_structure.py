@@ -359,7 +359,7 @@ LIMITS = {
 }
 MOST_PRONOUNS = 1  # of 1,000 names that are assigned, or that functions take
 MOST_DECISIONS = 20  # in one function outside kernels
-MOST_LINES, MOST_LINES_OF_THE_CORE = 54_045, 38_072
+MOST_LINES, MOST_LINES_OF_THE_CORE = 54_040, 38_068
 MOST_WORDS = {
     "product (GEMM)": 6,
     "apart (separately)": 1,
