@@ -240,6 +240,13 @@ def _forward_calls() -> dict[str, Callable[[str], Call]]:
             partial(float8lab.GroupedLinear, 2, H, H), {"inp": x, "m_splits": [S * B, 0]},
             {"inp": inputs, "m_splits": ([S * B], [S * B + 1, 0], [-1, 1], [1.5, 1])},
         ),
+        **{
+            kind.__name__: (
+                partial(kind, 2, 1), {"inp": x[0], "m_splits": [B, 0]},
+                {"inp": (x, x[0].long()), "m_splits": ([B], [B + 1, 0], [-1, 1], [1.5, 1])},
+            )
+            for kind in (float8lab.Fp8Padding, float8lab.Fp8Unpadding)
+        },
         "ExpertMLP": (
             partial(float8lab.ExpertMLP, 2, H, H),
             {"inp": x, "probs": torch.ones(S * B, 1), "routing_map": torch.ones(S * B, 1).long()},
@@ -625,6 +632,7 @@ _BY_NAME: dict[str, Callable[[str], Call]] = {
         _constant(num_gemms=2, **_LINEAR),
         lambda layer: _train(_x(B, layer.in_features), [B] + [0] * (layer.num_gemms - 1))(layer),
     ),
+    **dict.fromkeys(("Fp8Padding", "Fp8Unpadding"), _call(_constant(num_gemms=2, align_size=1))),
     "ExpertMLP": _call(
         _constant(num_experts=2, hidden_size=H, ffn_hidden_size=H, device="cpu"),
         lambda layer: _train(
