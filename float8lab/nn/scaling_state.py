@@ -24,8 +24,9 @@ class ScalingState:
     """The delayed-scaling state of a model, ``Stateful`` and separate from its ``state_dict``.
 
     A model's own ``state_dict`` has only the keys of the plain model, so a checkpoint without this
-    state loads strictly; the scales then start from the tensors' own amaxes. With this state,
-    training resumes bit for bit, even if the model is compiled in only one of the two runs.
+    state loads strictly. A model that has not run yet then takes the first scales from the tensors'
+    own amaxes; one that has run keeps the scales of the former weights. With this state, training
+    resumes bit for bit, even if the model is compiled in only one of the two runs.
 
     ``state_dict`` is a collective where amaxes are reduced over ranks: the amaxes of gradients wait
     for the next step's reduction, so ranks exchange them in ``state_dict``.
@@ -100,7 +101,9 @@ class ScalingState:
             fitted = {n: slots.fitted(x) for n, x in loaded.items() if isinstance(x, Tensor)}
             if any(value is None for value in loaded.values()):
                 missing.append(key)
-            elif {name: x.shape for name, x in fitted.items()} != shapes:
+            elif {name: x.shape for name, x in fitted.items()} != shapes or not (
+                (fitted["scale"] > 0) & (fitted["scale"] < torch.inf)
+            ).all():
                 different.append(key)
             else:
                 values[slots] = fitted
@@ -117,9 +120,9 @@ class ScalingState:
             problem = (
                 "state must be that of this model's modules and recipes; got one where "
                 f"{_counted(missing)} are missing, {_counted(extra)} are extra, and "
-                f"{_counted(different)} have other shapes or are no tensors. Convert the model "
-                "with the recipe it was trained with, or name that of the autocast: "
-                "ScalingState(model, recipe)."
+                f"{_counted(different)} have other shapes, are no tensors, or hold a scale that is "
+                "not positive. Convert the model with the recipe it was trained with, or name that "
+                "of the autocast: ScalingState(model, recipe)."
             )
             if strict:
                 raise ValueError(f"{problem} strict=False takes over what fits.")

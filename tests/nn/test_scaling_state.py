@@ -37,6 +37,12 @@ INVALID_STATES = {
     ),
     "a module": (lambda s: without(s, *[k for k in s if k.startswith("1/")]), r"1 \(1/D.* missing"),
     "a tensor": (lambda s: without(s, "seeded"), r"2 \(0/D.* missing"),
+    "a scale": (
+        lambda s: {
+            k: v * torch.nan if k == min(n for n in s if "scale" in n) else v for k, v in s.items()
+        },
+        r"1 \(0/D.* have other shapes, are no tensors, or hold a scale that is not positive",
+    ),
     "extra": (
         lambda s: s | {"2/other/scale": torch.ones(3)},
         r"0 are missing, 1 \(2/other\) are ext",
@@ -100,7 +106,7 @@ def test_wrappers_of_torch_change_no_name_in_the_state():
     state = ScalingState(model).state_dict()
     with_prefix = {f"_orig_mod.{key}": value for key, value in state.items()}
     fresh = copy.deepcopy(model)
-    ScalingState(fresh).load_state_dict({key: torch.zeros_like(x) for key, x in state.items()})
+    ScalingState(fresh).load_state_dict({key: torch.ones_like(x) for key, x in state.items()})
     ScalingState(fresh).load_state_dict(with_prefix)
     assert state_lists(fresh) == state_lists(model)
 
