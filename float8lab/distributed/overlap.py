@@ -390,7 +390,7 @@ def _allocate_mm_scatter(args: SimpleNamespace) -> tuple[Tensor | None, ...]:
 
 
 def _declare(function: Callable[..., Any], **declaration: Any) -> Callable[..., Any]:
-    """Declare an op; it is called only if a mode or compiler is active, else the function is."""
+    """Declare an op, and return a function that calls it only if a mode or compiler is active."""
     op = declare(function, **declaration)
 
     def call(*args: object) -> object:

@@ -92,8 +92,7 @@ def shown(grids: Iterable[Grid], limit: int | None) -> list[Grid]:
 
 
 def finite(value: Any, stand_in: Callable[[float], object] = lambda number: None) -> Any:
-    """Return ``value`` without NaN and infinities, which JSON lacks: by default None is in place of
-    each, else what ``stand_in`` makes of it."""
+    """Replace NaN and infinities, which JSON does not have, by None or by ``stand_in(number)``."""
     if isinstance(value, dict):
         return {key: finite(element, stand_in) for key, element in value.items()}
     if isinstance(value, (list, tuple)):

@@ -29,7 +29,7 @@ from float8lab.tensor.differentiation import GradientMap, is_exporting
 from float8lab.tensor.dtensor import is_dtensor
 from float8lab.tensor.permute import are_sizes
 
-__all__ = ["GroupedLinear", "offsets_of"]
+__all__ = ["GroupedLinear", "checked_sizes", "offsets_of"]
 
 _PLAIN = nn.Parameter, Float8Tensor
 """The types of parameters that are unsharded on this rank."""
@@ -314,20 +314,9 @@ def _check_buffer(name: str, buffer: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def offsets_of(m_splits: Sequence[int] | Tensor, x: Tensor, experts: int, argument: str) -> Tensor:
-    """Return the offsets of the experts' rows on the device of ``x``, which holds the rows.
-
-    ``argument`` is the caller's name for the number of experts.
-    """
-    host_sizes = _sizes_on_host(m_splits)
-    sizes = host_sizes or []
-    shape = m_splits.shape if isinstance(m_splits, Tensor) else (len(sizes),)
-    if shape != (experts,) or not are_sizes(sizes, x.shape[0]):
-        raise ValueError(
-            f"m_splits must be {experts} numbers ({argument}), none negative, of at most "
-            f"{x.shape[0]} rows; got {arguments.shown(sizes or m_splits)}. Pass the number of rows "
-            "of each expert."
-        )
-    if host_sizes and x.is_cuda and not torch.compiler.is_compiling() and capturing():
+    """Return the offsets of the experts' rows on the device of ``x``; see ``checked_sizes``."""
+    sizes = checked_sizes(m_splits, x, experts, argument)
+    if sizes and x.is_cuda and not torch.compiler.is_compiling() and capturing():
         # A copy would read the host's memory in each replay, but a graph keeps kernels' arguments.
         offsets = torch.zeros(experts, dtype=torch.int32, device=x.device)
         torch._foreach_add_(offsets.unbind(), [*itertools.accumulate(sizes)])
@@ -336,7 +325,26 @@ def offsets_of(m_splits: Sequence[int] | Tensor, x: Tensor, experts: int, argume
         # Keep int32: by default torch would first convert the numbers to int64.
         dtype = torch.int32 if m_splits.dtype == torch.int32 else torch.int64
         return m_splits.to(x.device).cumsum(0, dtype=dtype)
-    return torch.tensor([*itertools.accumulate(sizes)], dtype=torch.int32, device=x.device)
+    return torch.tensor([*itertools.accumulate(sizes or ())], dtype=torch.int32, device=x.device)
+
+
+def checked_sizes(
+    m_splits: Sequence[int] | Tensor, x: Tensor, experts: int, argument: str
+) -> list[int] | None:
+    """Check how many rows of ``x`` each expert has, and return the numbers.
+
+    Return None for a tensor that the host cannot read without waiting: only its shape and dtype are
+    checked. ``argument`` is the caller's name for the number of experts.
+    """
+    sizes = _sizes_on_host(m_splits)
+    shape = m_splits.shape if isinstance(m_splits, Tensor) else (len(sizes or ()),)
+    if shape != (experts,) or not are_sizes(sizes or [], x.shape[0]):
+        raise ValueError(
+            f"m_splits must be {experts} numbers ({argument}), none negative, of at most "
+            f"{x.shape[0]} rows; got {arguments.shown(sizes or m_splits)}. Pass the number of rows "
+            "of each expert."
+        )
+    return sizes
 
 
 def _sizes_on_host(m_splits: Sequence[int] | Tensor) -> list[int] | None:

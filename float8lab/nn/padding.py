@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8lab.arguments import check_size
-from float8lab.nn.grouped_linear import offsets_of
+from float8lab.nn.grouped_linear import checked_sizes
 from float8lab.ops import round_up
 from float8lab.tensor.permute import check_tokens
 
@@ -20,18 +20,21 @@ __all__ = ["Fp8Padding", "Fp8Unpadding"]
 
 
 class _AlignedRows(nn.Module):
+    """Base of both modules: the numbers of experts' rows without padding and with it."""
+
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
         self.num_gemms = check_size("num_gemms", num_gemms, minimum=1)
-        size = 32 if align_size is None else align_size
-        self.align_size = check_size("align_size", size, minimum=1)
+        align_size = 32 if align_size is None else align_size
+        self.align_size = check_size("align_size", align_size, minimum=1)
 
     def _counts(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> tuple[list[int], list[int]]:
-        """Return how many rows each expert has, and how many of zeros follow them."""
+        """Return how many rows each expert has, first without padding and then with it."""
         check_tokens("inp", inp)
-        offsets_of(m_splits, inp, self.num_gemms, "num_gemms")  # raises if they do not fit
-        counts = [int(count) for count in m_splits]
-        return counts, [round_up(count, self.align_size) - count for count in counts]
+        counts = checked_sizes(m_splits, inp, self.num_gemms, "num_gemms")
+        if counts is None:
+            return self._counts(inp, torch.as_tensor(m_splits).tolist())  # waits for the GPU
+        return counts, [round_up(count, self.align_size) for count in counts]
 
 
 class Fp8Padding(_AlignedRows):
@@ -65,12 +68,13 @@ class Fp8Padding(_AlignedRows):
             TypeError: ``inp`` is no floating-point tensor, or ``m_splits`` holds no integers.
             ValueError: ``inp`` has another shape, or ``m_splits`` does not fit it.
         """
-        counts, zeros = self._counts(inp, m_splits)
-        if any(zeros):
+        counts, padded = self._counts(inp, m_splits)
+        if padded != counts:
             *experts, unassigned = inp.split([*counts, inp.shape[0] - sum(counts)])
-            rows = (F.pad(x, (0, 0, 0, n)) for x, n in zip(experts, zeros, strict=True))
+            sizes = zip(experts, counts, padded, strict=True)
+            rows = (F.pad(x, (0, 0, 0, size - count)) for x, count, size in sizes)
             inp = torch.cat([*rows, unassigned])
-        return inp, [count + n for count, n in zip(counts, zeros, strict=True)]
+        return inp, padded
 
 
 class Fp8Unpadding(_AlignedRows):
@@ -82,11 +86,10 @@ class Fp8Unpadding(_AlignedRows):
         Args:
             m_splits: the number of rows of each expert without padding.
         """
-        counts, zeros = self._counts(inp, m_splits)
-        if not any(zeros):
+        counts, padded = self._counts(inp, m_splits)
+        if padded == counts:
             return inp
-        padded = [count + n for count, n in zip(counts, zeros, strict=True)]
-        offsets_of(padded, inp, self.num_gemms, "these are with padding")
+        checked_sizes(padded, inp, self.num_gemms, "these are with padding")
         *experts, unassigned = inp.split([*padded, inp.shape[0] - sum(padded)])
         rows = (x[:count] for x, count in zip(experts, counts, strict=True))
         return torch.cat([*rows, unassigned])

@@ -17,7 +17,7 @@ Sources: benchmarks/RESULTS.md, one H200.
   times with which "Grouped linear layer" was met within 10 % on an H200 at cbf53cf; a grouped GEMM
   takes the hypotenuse of its compute time and its memory time.
 - CPU: "CPU overhead": a layer of bfloat16 by itself; in FP8, also what the GPT's issue takes longer
-  for each of its 56 layers. Eager blocks: those of rows, by the ratio on the slow host of 197c50db.
+  for each of its 56 layers. On the slow host of that table, eager blocks took 0.88 of rows' time.
 - Attention: the line through the three shapes of "FP8 attention".
 - Sustained load, with the GPU at its power limit: GEMMs and attention slow down by the excess of
   the rows of "Training steps of 8 layers" over the parts measured separately.

@@ -210,5 +210,5 @@ fp8_model_init = quantized_model_init
 """The older name of ``quantized_model_init``."""
 
 # Torch 2.13 would compile these alone after a graph break in a region, and not leave the region.
-for _method in (autocast.__enter__, autocast.__exit__):
-    untraced(_method)
+untraced(autocast.__enter__)
+untraced(autocast.__exit__)
