@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -344,13 +345,14 @@ def _versions() -> dict[str, str]:
 
 def _command() -> str:
     """Return the command line without the options of output files and of the commit."""
-    words, options = [f"python -m benchmarks.{Path(sys.argv[0]).stem}"], iter(sys.argv[1:])
+    words = ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}"]
+    options = iter(sys.argv[1:])
     for word in options:
         if word in ("--json", "--plot", "--commit"):
             next(options, None)
         else:
             words.append(word)
-    return " ".join(words)
+    return shlex.join(words)
 
 
 def header(commit: str | None = None) -> dict[str, str]:

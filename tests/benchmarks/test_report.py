@@ -265,9 +265,11 @@ def test_an_unknown_subject_is_named(capsys):
 
 def test_header_omits_the_output_options(monkeypatch):
     argv = ["benchmarks/gemm.py", "--json", "/tmp/x.json", "--layer", "up", "--commit", "abc"]
+    argv += ["--candidate", "block, compile"]
     monkeypatch.setattr(sys, "argv", argv)
     facts = common.header("abc")
-    assert facts["command"] == "python -m benchmarks.gemm --layer up"
+    command = "python -m benchmarks.gemm --layer up --candidate 'block, compile'"
+    assert facts["command"] == command
     assert facts["commit"] == "abc"
 
 
