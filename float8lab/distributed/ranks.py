@@ -91,8 +91,10 @@ def exchanged(
         sent: the number of rows for each rank.
         received: the number of rows from each rank.
     """
-    data = x if isinstance(x, Float8Tensor) else x.contiguous().view(torch.uint8)
+    data = x
+    if not isinstance(x, Float8Tensor):  # the last of [n, 1] may have any stride; bytes need 1
+        data = x.contiguous().unsqueeze(-1).view(torch.uint8)
     name = (group or dist.distributed_c10d._get_default_group()).group_name
     ops, splits = torch.ops._c10d_functional, ([*received], [*sent])
     result: Tensor = ops.wait_tensor(ops.all_to_all_single(data, *splits, name))
-    return result if isinstance(x, Float8Tensor) else result.view(x.dtype)
+    return result if isinstance(x, Float8Tensor) else result.view(x.dtype).squeeze(-1)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 
 import float8lab
 from float8lab import recipes
+from float8lab.distributed.ranks import exchanged
 from float8lab.formats import E5M2, Float8Spec
 from tests.distributed.equality import Step, assert_row, take_step
 from tests.distributed.ranks import Ranks, each_check, on_ranks
@@ -32,10 +33,13 @@ def batch(ranks: Ranks, *sizes: int, skip: int = 99) -> tuple[Tensor, Tensor, Te
 
 
 def experts(rows: Tensor, probs: Tensor, counts: Tensor, first: int) -> Tensor:
-    """Apply a function to each row that differs by expert."""
+    """Apply a function to each row that differs by expert.
+
+    It is computed in float64: on a GPU, the number of rows decides in which order a row is summed.
+    """
     index = torch.arange(first, first + len(counts), device=rows.device)
     weight = (index + 1.5).repeat_interleave(counts)[:, None]
-    return (rows * weight).sin() * probs[:, None]
+    return ((rows.double() * weight).sin() * probs.double()[:, None]).float()
 
 
 def layer(
@@ -87,9 +91,19 @@ def check_dispatch_and_combine_have_the_bytes_of_one_rank(ranks: Ranks) -> None:
                 ranks.rank * experts_per_rank, (ranks.rank + 1) * experts_per_rank
             )
             slices = [rows, rows, local_experts, local_tokens, local_tokens, local_tokens]
-            for actual, expected, index in zip(got, want, slices, strict=True):
+            names = ("rows", "row_probs", "counts", "y", "dx", "dprobs")
+            for name, actual, expected, index in zip(names, got, want, slices, strict=True):
                 assert actual.dtype == expected.dtype
-                assert torch.equal(actual, expected[index])
+                assert torch.equal(actual, expected[index]), (kind, name)
+
+
+def check_rows_of_one_value_are_exchanged_with_any_strides(ranks: Ranks) -> None:
+    """A GPU's scales of blocks are stored by columns, so those of one block have such strides."""
+    values = 10.0 * ranks.rank + torch.arange(ranks.world, device=ranks.device)
+    x = values.as_strided((ranks.world, 1), (1, ranks.world))
+    one_each = [1] * ranks.world
+    expected = 10.0 * torch.arange(ranks.world, device=ranks.device)[:, None] + ranks.rank
+    assert torch.equal(exchanged(x, one_each, one_each, None), expected)
 
 
 class Experts(nn.Module):

@@ -81,6 +81,7 @@ def check_ops_on_shards_equal_unsharded_ones_without_a_gather(ranks: Ranks) -> N
     mesh = ranks.mesh()
     for rows in ((8, 4), (3, 5), (2, 1)):  # the last dimension has unequal and empty shards
         for name, (op, args, placements, exact) in cases(rows).items():
+            args = _pytree.tree_map_only(Tensor, lambda t: t.to(ranks.device), args)
             expected = op.overload(*args)
             with Collectives() as collectives:
                 got = op(*place(args, mesh, placements))
@@ -91,14 +92,14 @@ def check_ops_on_shards_equal_unsharded_ones_without_a_gather(ranks: Ranks) -> N
 
 def check_ops_without_a_rule_or_a_fitting_placement_equal_unsharded_ones(ranks: Ranks) -> None:
     mesh = ranks.mesh()
-    x = torch.randn(12, 40)
+    x = torch.randn(12, 40).to(ranks.device)
     for block in ((-1, -1), (1, -1), (1, 32)):
         args = ("", [x], x.dtype, torch.float8_e4m3fn, block, "fp32", 0.0, 16, True, True, True)
         got, expected = ops.cast_op(*place(args, mesh, [Shard(0)])), ops.cast_op.overload(*args)
         for got_tensor, expected_tensor in zip(got, expected, strict=True):
             assert torch.equal(got_tensor.full_tensor().float(), expected_tensor.float())
-    y = torch.randn(4, 24)
-    weight = torch.ones(24)
+    y = torch.randn(4, 24).to(ranks.device)
+    weight = torch.ones(24, device=ranks.device)
     args = (y, weight, None, 1e-5, False, torch.float32)
     expected = ops.norm_op.overload(*args)
     for placement in (Shard(1), Replicate(), Partial()):
@@ -117,9 +118,9 @@ def check_ops_without_a_rule_or_a_fitting_placement_equal_unsharded_ones(ranks: 
 
 def check_norms_on_a_mesh_of_two_dimensions_equal_unsharded_ones(ranks: Ranks) -> None:
     mesh = ranks.mesh(2, ranks.world // 2, names=("dp", "tp"))
-    x = torch.randn(4, 6, 16)
+    x = torch.randn(4, 6, 16).to(ranks.device)
     for kind in (nn.LayerNorm, nn.RMSNorm):
-        norm = kind(16, device="cpu")
+        norm = kind(16, device=ranks.device)
         torch.nn.init.normal_(norm.weight)
         inp = x.clone().requires_grad_()
         y = norm(inp)
