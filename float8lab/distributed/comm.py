@@ -41,7 +41,7 @@ from float8lab.distributed.ranks import all_gathered, all_reduced, rank_and_size
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import Float8Spec, scales_by_column
 from float8lab.ops import Offsets, as_matrix, scaled_mm_op
-from float8lab.ops.declare import planned
+from float8lab.ops.declare import is_traced, planned
 from float8lab.ops.grouped import amaxes_of_blocks
 from float8lab.ops.operand import Operand
 from float8lab.ops.reference import ALIGN
@@ -176,7 +176,7 @@ class TensorParallel:
             RuntimeError: on all ranks, if some have called different layers.
             ValueError: on all ranks, if the shards do not fit together.
         """
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             CallOrder.of(self.group).record_call(self)
         if not self.sequence_parallel:
             return None
@@ -189,7 +189,7 @@ class TensorParallel:
         inner = math.prod(middle)
         if self.mode == "row":
             return ShardMap.of(lead, self.size, self.rank, inner=inner)
-        if torch.compiler.is_compiling():
+        if is_traced():
             return ShardMap(lead * self.size, lead, self.size, self.rank, inner)
         group, tokens = _TensorFacts.tokens.get(x) or ("", None)
         if tokens is None or group != self.name or tokens.rows_per_outer != lead * inner:
@@ -199,7 +199,7 @@ class TensorParallel:
 
     def remember_tokens(self, x: Tensor, tokens: ShardMap | None) -> None:
         """Remember the tokens of the shard ``x`` for layers that get it as their input."""
-        if tokens is not None and not torch.compiler.is_compiling():
+        if tokens is not None and not is_traced():
             _TensorFacts.tokens[x] = self.name, tokens
 
     def _agree_on_tokens(self, lead: int, inner: int, features: int) -> ShardMap:
@@ -365,7 +365,7 @@ class _TensorFacts:
 def inherit_tokens(y: Tensor, *inputs: Tensor) -> Tensor:
     """Give ``y`` the tokens of its inputs, if those of any input are known, and return ``y``."""
     for x in inputs:
-        tokens = None if torch.compiler.is_compiling() else _TensorFacts.tokens.get(x)
+        tokens = None if is_traced() else _TensorFacts.tokens.get(x)
         if tokens is not None:
             _TensorFacts.tokens[y] = tokens
     return y
@@ -373,11 +373,11 @@ def inherit_tokens(y: Tensor, *inputs: Tensor) -> Tensor:
 
 def _get_gathered(data: Tensor) -> Operand | None:
     """Return the unsharded operand of a shard's FP8 data, if a layer has gathered it."""
-    return None if torch.compiler.is_compiling() else _TensorFacts.gathered.get(data)
+    return None if is_traced() else _TensorFacts.gathered.get(data)
 
 
 def _set_gathered(data: Tensor, operand: Operand) -> None:
-    if not torch.compiler.is_compiling():
+    if not is_traced():
         _TensorFacts.gathered[data] = operand
 
 

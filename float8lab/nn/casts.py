@@ -19,6 +19,7 @@ from float8lab.formats import Spec
 from float8lab.nn.precision import Call
 from float8lab.nn.scales import DY, DelayedScales, W, X
 from float8lab.ops import Groups, round_up, transpose_op
+from float8lab.ops.declare import is_traced
 from float8lab.ops.grouped import groups_of_rows
 from float8lab.ops.operand import Operand, Orientations, Quantized
 from float8lab.ops.reference import ALIGN
@@ -197,7 +198,7 @@ def joined(weights: Sequence[Tensor]) -> Tensor:
     """Concatenate weights by rows; in FP8 if all are stored so and no block has rows of two."""
     first = weights[0]
     # The format of a tensor that a graph computes is unknown when the graph is traced.
-    if isinstance(first, Float8Tensor) and not torch.compiler.is_compiling():
+    if isinstance(first, Float8Tensor) and not is_traced():
         rows = first.spec.block[0]
         have_one_spec = all(isinstance(w, Float8Tensor) and w.spec == first.spec for w in weights)
         if have_one_spec and rows > 0 and all(w.shape[0] % rows == 0 for w in weights):
@@ -281,11 +282,11 @@ def keeps_fp8_data(weight: Tensor, call: Call) -> bool:
     microbatches. The cast of a weight that is stored for another recipe is kept in a graph, and
     where ranks share the scale.
     """
-    graph = torch.compiler.is_compiling()
-    is_kept = not graph and call.first_microbatch is not None
+    in_graph = call.in_graph
+    is_kept = not in_graph and call.first_microbatch is not None
     if not isinstance(weight, Float8Tensor):
         return is_kept
-    return is_kept or graph or call.cast_parallel is not None or stored_as(weight, call.plan.w)
+    return is_kept or in_graph or call.cast_parallel is not None or stored_as(weight, call.plan.w)
 
 
 def note_weight(weight: Tensor, quantized: Quantized, call: Call) -> None:
@@ -295,7 +296,7 @@ def note_weight(weight: Tensor, quantized: Quantized, call: Call) -> None:
         _show_weights(weight, quantized.rowwise, call.plan.w, call)
     elif call.watched:
         show_cast(weight, quantized.rowwise, call.plan.w, W, call)
-    if not torch.compiler.is_compiling() and WEIGHT_CASTS.outlive_step is not None:
+    if not call.in_graph and WEIGHT_CASTS.outlive_step is not None:
         storage = StorageWeakRef(q.untyped_storage())
         is_own = isinstance(weight, Float8Tensor) and storage == StorageWeakRef(
             weight.qdata.untyped_storage()

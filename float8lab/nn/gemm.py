@@ -250,7 +250,7 @@ def forward(
     requantizes = is_parameter or (save_memory and not keeps_fp8_data(weight, call))
     comm_flags = comm.keeps_gathered, comm.gathers_x_first
     flags = call.casts_for_backward, is_prologue, recomputes, requantizes, *comm_flags
-    if torch.compiler.is_compiling():
+    if call.in_graph:
         requantizes_x = _requantizes_input(x, call, offsets)
         policy, casts, casts_weight = _decide(call.recipe, needs, *flags, requantizes_x)
     else:
@@ -531,9 +531,7 @@ def backward(
         has_gradient: where each expert's weight is its own parameter, which of them need gradients.
         operand: x as wgrad's operand, if the caller has cast it.
     """
-    if isinstance(dy, Tensor) and (
-        torch.compiler.is_compiling() or call.watched or call.cast_parallel is not None
-    ):
+    if isinstance(dy, Tensor) and (call.in_graph or call.watched or call.cast_parallel is not None):
         dy = Gradient(dy, call, needs=needs, offsets=offsets)
     for_dx = for_dw = None
     if needs[1]:
@@ -597,7 +595,7 @@ def _dgrad_weight(
     params = columnwise = None
     if data is None:
         params, scale = call.scales.requant_params(scale, saved.w_requant), None
-    if isinstance(dy, Gradient) and plan.dgrad and (torch.compiler.is_compiling() or shards_cast):
+    if isinstance(dy, Gradient) and plan.dgrad and (call.in_graph or shards_cast):
         # A graph that gets a tensor of backward as prior cannot move the transpose into forward.
         prior = None if dy.rowwise is None else dy.rowwise.scale
         if data is not None and scale is not None:
@@ -621,7 +619,7 @@ def _gradients_of_cast(
     context = shape, call.recipe, call if call.watched else None, offsets, call.comm
     run: Any = functools.partial(_run_of_cast(dy, call), dy.high_precision)
     dx, weight_grads = None, _Gradients(None, None, None)
-    wgrad_first = call.plan.wgrad and for_dw and for_dw.is_matrix and torch.compiler.is_compiling()
+    wgrad_first = call.plan.wgrad and for_dw and for_dw.is_matrix and call.in_graph
     if wgrad_first:  # otherwise Inductor recomputes x in the loop that reads dx, and holds both
         cast_dy = Quantized(None, dy.columnwise, None, dy.dbias)
         weight_grads = run(cast_dy, None, None, for_dw, db_dtype, *context)
@@ -836,7 +834,7 @@ class LinearFunction(Float8Function):
         needs = ctx.needs_input_grad[:2]
         origin = None
         is_large = needs[1] and x.numel() >= call.plan.recast_size and call.plan.wgrad is not None
-        if is_large and not torch.compiler.is_compiling() and _requantizes_input(x, call, None):
+        if is_large and not call.in_graph and _requantizes_input(x, call, None):
             origin = origin_of(x)  # a compiled graph needs none: the compiler recomputes x
         y, saved = forward(
             rows, weight, bias, call,
@@ -852,7 +850,7 @@ class LinearFunction(Float8Function):
         ctx.shapes = x.shape, (M, N, K)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         # Do not return a view: FSDP2 hooks the output, and in-place ops on views lose the hook.
-        if not torch.compiler.is_compiling() and y.shape == shape and not y._is_view():
+        if not call.in_graph and y.shape == shape and not y._is_view():
             return y
         return torch.ops.aten._unsafe_view.default(y, shape)
 

@@ -23,6 +23,7 @@ from float8lab.nn.parallel import OverlapArguments, parallel_size
 from float8lab.nn.parameters import GetRngStateTracker, InitMethod, draw_from_tracker
 from float8lab.nn.precision import NO_OPTIONS, Call, CallOptions, Precision
 from float8lab.ops import as_matrix
+from float8lab.ops.declare import is_traced
 from float8lab.recipes.region import capturing
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import GradientMap, is_exporting
@@ -242,7 +243,7 @@ class GroupedLinear(GemmModule):
             trained = (w for w in weights if w.requires_grad)
             fused = tuple(w for w in trained if fused_weight(self, w) is not None)
         at_once = bool(fused) and len(fused) == len(weights)
-        if at_once and not (self.single_grouped_weight or torch.compiler.is_compiling()):
+        if at_once and not (self.single_grouped_weight or is_traced()):
             at_once = bool(self._stacked("weight", weights)[1])
         options = NO_OPTIONS
         if at_once or first_microbatch is not None or held is not None:
@@ -259,7 +260,7 @@ class GroupedLinear(GemmModule):
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the experts' parameters as one tensor, and the parameters that get its gradient.
         The tensor is a view of their common memory if they have any, or else a copy by autograd."""
-        if torch.compiler.is_compiling():
+        if is_traced():
             # Dynamo cannot read the spec of a Float8Tensor that a graph makes.
             return torch.stack([plain(parameter) for parameter in parameters]), ()
         stack = None
@@ -316,7 +317,7 @@ def _check_buffer(name: str, buffer: Tensor, shape: tuple[int, ...]) -> None:
 def offsets_of(m_splits: Sequence[int] | Tensor, x: Tensor, experts: int, argument: str) -> Tensor:
     """Return the offsets of the experts' rows on the device of ``x``; see ``checked_sizes``."""
     sizes = checked_sizes(m_splits, x, experts, argument)
-    if sizes and x.is_cuda and not torch.compiler.is_compiling() and capturing():
+    if sizes and x.is_cuda and not is_traced() and capturing():
         # A copy would read the host's memory in each replay, but a graph keeps kernels' arguments.
         offsets = torch.zeros(experts, dtype=torch.int32, device=x.device)
         torch._foreach_add_(offsets.unbind(), [*itertools.accumulate(sizes)])

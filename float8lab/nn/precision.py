@@ -28,6 +28,7 @@ from float8lab.formats import HIGH_PRECISION_DTYPES
 from float8lab.nn.in_graph import GraphState, new_handle
 from float8lab.nn.scales import DY, DelayedScales, GraphScales, ScaleSource, W, X
 from float8lab.ops import Groups, Prologue, as_matrix
+from float8lab.ops.declare import is_traced
 from float8lab.recipes.delayed import RECORDED, DelayedSlots, SlotFactors
 from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
 from float8lab.recipes.recording import CHECKPOINTS, NO_BACKWARD, Recording
@@ -107,7 +108,7 @@ class Call:
         self.is_region = record and STATE.region is None
         saves_nothing = record and not torch.is_grad_enabled()
         self.casts_for_backward = saves_nothing and self.plan.fprop is None
-        self.in_graph = torch.compiler.is_compiling()
+        self.in_graph = torch.compiler.is_compiling() and is_traced()
         self.watched = not self.in_graph and PROCESS.observer is not None
 
     def repetition(self, options: CallOptions) -> Call:
@@ -187,10 +188,10 @@ class Precision:
             return recipe  # the group may be set later
         if (reason := misfit(self.parallel.features, recipe.linear)) is None:
             return recipe
-        if STATE.region is not None and not torch.compiler.is_compiling():
+        if STATE.region is not None and not is_traced():
             STATE.region.fp8_calls += 1  # or the region would warn that nothing ran in FP8
         if not self.warned_of_misfit:
-            self.warned_of_misfit = not torch.compiler.is_compiling()
+            self.warned_of_misfit = not is_traced()
             _warn_of_misfit(self.name or "A layer", reason, repr(recipe))
         return None
 
@@ -229,8 +230,8 @@ class Precision:
             return None
         if options.first_microbatch is not None:
             check_flags(is_first_microbatch=options.first_microbatch)
-        if torch.compiler.is_compiling():
-            return self._begin_forward(x, training, options)
+        if torch.compiler.is_compiling() and is_traced():
+            return self._begin_forward(x, training, options, in_graph=True)
         recordings = CHECKPOINTS.recordings
         recording = CHECKPOINTS.replay
         if (hooks := saved_tensors_hooks(True)) is not None:
@@ -247,14 +248,16 @@ class Precision:
             checkpoint.add(self, call)
         return call
 
-    def _begin_forward(self, x: Tensor, training: bool, options: CallOptions) -> Call | None:
+    def _begin_forward(
+        self, x: Tensor, training: bool, options: CallOptions, *, in_graph: bool = False
+    ) -> Call | None:
         """Begin a forward that is no recomputation."""
         if (recipe := self.active_recipe()) is None:
             return None
         if (type(x), x.layout) != (Tensor, torch.strided):
             _refuse_input(x)
         record = training or STATE.autocast.calibrating
-        if torch.compiler.is_compiling():
+        if in_graph:
             return self._begin_in_graph(recipe, options, record)
         if (region := STATE.region) is not None:
             region.fp8_calls += 1
@@ -406,7 +409,7 @@ class Precision:
 
     def end(self, call: Call) -> None:
         """Advance the scales after a call that is a region by itself."""
-        if torch.compiler.is_compiling():
+        if is_traced():
             advance_in_graph(())
         elif isinstance(call.scales, DelayedScales):
             advance_scales([call.scales.slots.pack])

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch.nn import Parameter
 
@@ -28,7 +29,7 @@ from float8lab.ops.sharding import Rule, takes_dtensors
 
 __all__ = [
     "OPS", "RECORDING", "Declared", "DirectCall", "announce", "called_by_ops", "capability_of",
-    "casts_by_kernel", "compute_intensive_ops", "declare", "filled", "is_profiled",
+    "casts_by_kernel", "compute_intensive_ops", "declare", "filled", "is_profiled", "is_traced",
     "is_watched_by_a_mode", "load_launcher", "overload_named", "planned", "tensors_of", "untraced",
 ]  # fmt: skip
 
@@ -51,6 +52,19 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     except AttributeError:  # these names are private: another version of torch may lack them
         return torch._disable_dynamo(function)
     return function
+
+
+def is_traced() -> bool:
+    """Whether a compiler traces this call.
+
+    Since torch 2.13 ``torch.compiler.is_compiling`` is also true in other threads than the one that
+    compiles. Where a call is frequent, ask it first: it is a function of torch and mostly false.
+    """
+    return torch.compiler.is_compiling() and (
+        torch.compiler.is_dynamo_compiling()
+        or torch.compiler.is_exporting()
+        or TracingContext.try_get() is not None
+    )
 
 
 @functools.cache
@@ -441,7 +455,7 @@ def called_by_ops(reference: Callable[..., Any], cuda: str) -> Callable[..., Any
     on_gpu = functools.cache(lambda: _without_autocast(_gpu_launcher(cuda, reference), "cuda"))
 
     def call(x: Tensor, *args: Any) -> Any:
-        in_graph = torch.compiler.is_compiling()
+        in_graph = is_traced()
         return (reference if in_graph else on_gpu() if x.is_cuda else body)(x, *args)
 
     return call

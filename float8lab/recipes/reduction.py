@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from float8lab.ops import NO_DATA
+from float8lab.ops.declare import is_traced
 from float8lab.recipes.delayed import Answer, DelayedSlots, ScalePack
 
 __all__ = [
@@ -174,7 +175,7 @@ def amax_over_ranks(amax: Tensor, group: dist.ProcessGroup, *, out: Tensor | Non
     Outside compiled graphs the result is written to ``out``, if given."""
     # A maximum over ranks need not keep NaN; infinity has the same effect on a scale.
     amax = torch.nan_to_num(amax, nan=torch.inf, posinf=torch.inf, out=out)
-    if torch.compiler.is_compiling():
+    if is_traced():
         ops, name = torch.ops._c10d_functional, group.group_name
         return ops.wait_tensor(ops.all_reduce(amax, "max", name))
     if amax.device.type == "cpu" and amax.device not in group._device_types:  # a group of GPUs only

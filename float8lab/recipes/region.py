@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from float8lab.ops import NO_DATA
-from float8lab.ops.declare import declare
+from float8lab.ops.declare import declare, is_traced
 from float8lab.recipes import reduction
 from float8lab.recipes.delayed import RECORDED, ScalePack, merge_packs
 from float8lab.recipes.recipe import DelayedScaling, Recipe
@@ -106,13 +106,13 @@ def capturing() -> bool:
 
 def current_backward() -> int:
     """Return torch's number of the autograd backward pass that runs on this thread."""
-    return NO_BACKWARD if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+    return NO_BACKWARD if is_traced() else torch._C._current_graph_task_id()
 
 
 def in_backward() -> bool:
     """Whether this thread runs an autograd backward pass or a recomputation for a backward pass.
     Activation checkpointing recomputes any module that is called at that time."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and is_traced():
         return False
     return CHECKPOINTS.replay is not None or torch._C._current_graph_task_id() != NO_BACKWARD
 
@@ -147,7 +147,7 @@ class Region:
         """Advance all scales, with one launch per recipe, reduction group and device."""
         if self.silent:
             return
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and is_traced():
             advance_in_graph(self.groups)
             return
         if RECORDED.packs and not capturing():

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from float8lab.ops.declare import is_traced
+
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
@@ -113,7 +115,8 @@ def once_differentiable(backward: Callable[..., Result]) -> Callable[..., Result
 
     @functools.wraps(backward)
     def wrapper(ctx: AutogradContext, *gradients: object) -> Result:
-        if torch.compiler.is_compiling():  # a compiled backward is not differentiated
+        # A compiled backward is not differentiated.
+        if torch.compiler.is_compiling() and is_traced():
             with torch.no_grad():
                 return backward(ctx, *gradients)
         is_batched = torch._C._dispatch_tls_is_dispatch_key_included(_VMAP)
@@ -138,7 +141,7 @@ def wanted_gradients(ctx: AutogradContext) -> Any:
     Both are tuples of bools.
     """
     needs = ctx.needs_input_grad
-    if torch.compiler.is_compiling():  # the pass is traced, not run by the autograd engine
+    if torch.compiler.is_compiling() and is_traced():  # autograd's engine does not run this pass
         return needs
     nodes = iter([node for node, _ in ctx.next_functions if node is not None])
     wants: list[bool] = []

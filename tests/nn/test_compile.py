@@ -152,6 +152,25 @@ def test_autocast_inside_or_outside_the_compiled_function_equals_eager(name, whe
 
 
 @each_recipe
+def test_models_train_as_ever_while_another_thread_compiles(recipe):
+    model = float8lab.convert_to_float8(GPT(), recipe)
+    expected_model = copy.deepcopy(model)
+    batches = [tokens(16, seed) for seed in range(3)]
+    expected = [train(expected_model, batch) for batch in batches]
+    losses = []
+
+    def backend(graph, example_inputs):
+        assert torch.compiler.is_compiling() or torch.__version__ < "2.13"
+        losses.extend(in_thread(lambda: [train(model, batch) for batch in batches]))
+        return graph.forward
+
+    torch.compile(torch.sin, backend=backend)(torch.ones(2))
+    assert losses == expected
+    assert same_gradients(model, expected_model)
+    assert states(model) == states(expected_model)
+
+
+@each_recipe
 def test_a_compiled_layer_with_weights_stored_in_fp8_equals_eager(recipe):
     with float8lab.fp8_model_init(recipe=recipe):
         layer = float8lab.Linear(32, 48, device="cpu")

@@ -41,6 +41,7 @@ from float8lab.nn.convert import matches
 from float8lab.nn.convert.report import conversion_report, was_converted
 from float8lab.nn.precision import DY, Call, Precision, W, X, named_precisions
 from float8lab.ops import Prologue
+from float8lab.ops.declare import is_traced
 from float8lab.ops.gemm import may_multiply
 from float8lab.ops.operand import Operand
 from float8lab.recipes import Recipe
@@ -224,7 +225,7 @@ class watch:
     def _after_optimizer(
         self, optimizer: torch.optim.Optimizer, args: object, kwargs: object
     ) -> None:
-        if not self._counts_by_optimizer or torch.compiler.is_compiling():
+        if not self._counts_by_optimizer or is_traced():
             return
         if self._optimizer is None or self._optimizer() is None:
             changed = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -9,6 +9,7 @@ from torch import nn
 
 from float8lab.nn.convert.first_call import CallHooks
 from float8lab.nn.precision import named_precisions, precisions
+from float8lab.ops.declare import is_traced
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE, Region, in_backward
 
@@ -40,7 +41,7 @@ class CallRegion(CallHooks):
         if (region := STATE.region) is None:
             region = self._open = STATE.region = Region(silent=False)
             self._finished = False
-        if not torch.compiler.is_compiling() and not self._prepared:
+        if not ((torch.compiler.is_compiling() and is_traced()) or self._prepared):
             self._prepared = True
             self._prepare(model)
             # Inside an enclosing region, other ranks may not call this model at all.

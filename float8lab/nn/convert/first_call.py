@@ -20,7 +20,7 @@ from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.walk import UNSEEN, users_of
 from float8lab.nn.linear import Linear
 from float8lab.nn.precision import Precision, precisions_below
-from float8lab.ops.declare import untraced
+from float8lab.ops.declare import is_traced, untraced
 from float8lab.recipes.recording import CHECKPOINTS, Recording
 from float8lab.recipes.region import in_backward
 from float8lab.tensor.dtensor import is_dtensor
@@ -64,8 +64,8 @@ class FirstCall(CallHooks):
         self._outputs: list[Tensor] | None = None  # the outputs of a finished call
 
     def before(self, model: nn.Module, args: object) -> None:
-        # is_compiling() comes first: a graph gets guards on all state that is read during tracing.
-        if torch.compiler.is_compiling() or self._done:
+        # is_traced() comes first: a graph gets guards on all state that is read during tracing.
+        if is_traced() or self._done:
             return
         if self._recording is not None or in_backward():
             return
@@ -77,11 +77,11 @@ class FirstCall(CallHooks):
         self._outputs = [y for y in tree_leaves(output) if isinstance(y, Tensor)]
 
     def finished(self, model: nn.Module, args: object, output: object) -> None:
-        if not torch.compiler.is_compiling() and self._recording is not None:
+        if not is_traced() and self._recording is not None:
             self._keep(output)
 
     def after(self, model: nn.Module, args: object, output: object) -> None:
-        if not torch.compiler.is_compiling() and self._recording is not None:
+        if not is_traced() and self._recording is not None:
             self._find_unseen(model, self._recording)
 
     @torch._disable_dynamo
