@@ -6,16 +6,20 @@ from benchmarks import scale
 from docs.make_performance import RESULTS
 
 TOLERANCE = 0.10
+_TWO_GPUS = "2 ranks, 4 x 4096 tokens, width 4096, MLP 14336, sequence parallel, one thread"
 EXCEPTIONS = {
-    ("16384 x 4096 -> 4096", "delayed, compile"),
+    ("4 x 4096 tokens, width 4096, MLP 14336", "TransformerLayer, block, eager"),
+    ("1 layer, 4 x 4096 tokens, width 4096, MLP 14336", "plain, converted, mx, compile"),
+    ("2 ranks, 8 layers, sequence 8192, eager", "FP8-stored weights, fp32 masters"),
+    (_TWO_GPUS, "TransformerLayer, rowwise"),
+    (_TWO_GPUS, "TransformerLayer, rowwise, gathered once"),
     ("train_fsdp.py", "FP8: time a"),
-    ("4096 x 14336, contraction 16384", "row, precise"),
 }
-"""Rows beyond the tolerance: a layer, a job and a GEMM.
+"""Rows beyond the tolerance: a short time, a peak, and rows of eager mode on two GPUs.
 
-The GPU of a small layer waited for the host, as its clock in RESULTS.md shows. So did those of the
-job, which runs in eager mode on a slow host. The table of the GEMM is of an H100, where rowwise
-GEMMs take 5 to 11 % longer than the layers of an H200 imply.
+The short time of a layer is 10.2 % above its prediction; the sustained one is within. Hopper has no
+GEMM for MX, so its operands are dequantized there, which the peak's prediction does not count. The
+GPUs of the other rows wait for a slow host: as CUDA graphs, rowwise is within the tolerance.
 """
 
 
