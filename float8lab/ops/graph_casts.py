@@ -73,7 +73,10 @@ def _merge_orientations(match: Match, *_: object, **__: object) -> None:
         return
     for cast in _arguments(columnwise_cast)["inputs"][0].users:
         if cast < columnwise_cast and _is_rowwise_of(cast, columnwise_cast):
-            pair = _with_columnwise(cast, columnwise_cast)
+            arguments = {**_arguments(cast), "columnwise": True}
+            with cast.graph.inserting_before(cast):
+                pair = _insert(cast.graph, cast.target, *arguments.values())
+            pair.meta = {**cast.meta, **pair.meta}
             index = _Q_T if pair.target is columnwise_cast.target else _Q_T_BY_SLOTS
             _replace(columnwise_cast, pair, {_Q_T: index})
             _replace(cast, pair, {})
@@ -99,15 +102,6 @@ def _is_rowwise_of(cast: Node, columnwise_cast: Node) -> bool:
     # Only a cast in one orientation returns an amax, so only ``columnwise_cast`` may use it.
     amax_users = [user for out in cast.users if out.args[1] == _AMAX for user in out.users]
     return is_same and amax_users == ([columnwise_cast] if given is not rowwise["given"] else [])
-
-
-def _with_columnwise(cast: Node, columnwise_cast: Node) -> Node:
-    """Insert a cast in place of ``cast`` that returns the columnwise operand, too."""
-    arguments = {**_arguments(cast), "columnwise": True}
-    with cast.graph.inserting_before(cast):
-        pair = _insert(cast.graph, cast.target, *arguments.values())
-    pair.meta = {**cast.meta, **pair.meta}
-    return pair
 
 
 def _insert(graph: Graph, function: Any, *args: Argument) -> Node:
