@@ -130,7 +130,9 @@ def convert_to_float8(  # each is a keyword that users set on its own
     freezing = Freezing(frozen if freeze_weights else [], users)
     if strict:
         _require_all(model, plan, freezing)
-    _set_recipes(plan)
+    changed = [p for p in plan.layers if p.recipe is not None or p.stays]
+    for layer_plan in (*changed, *plan.attention):
+        set_recipe(layer_plan)
     late = _choose_all_gather(layers, users, fp8_all_gather)
     freezing.run()
     _register_hooks(model, walk, layers)
@@ -180,13 +182,6 @@ def _require_all(model: nn.Module, plan: ConversionPlan, freezing: Freezing) -> 
             f"convert_to_float8(strict=True) must do all that was asked; got\n{listed}\n"
             "Exclude these layers, correct the names, or pass strict=False."
         )
-
-
-def _set_recipes(plan: ConversionPlan) -> None:
-    """Give layers and attention modules their recipes."""
-    layers = [layer for layer in plan.layers if layer.recipe is not None or layer.stays]
-    for planned in (*layers, *plan.attention):
-        set_recipe(planned)
 
 
 def _choose_all_gather(
