@@ -306,15 +306,13 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _make_master(self, p: Tensor, *, needed: bool = False) -> None:
         """Give a stored parameter a master if it is ``needed`` now or will be needed."""
-        due = needed or p.requires_grad or p.grad is not None
-        if due and self._is_stored(p) and p not in self.masters:
-            self.masters[p] = _new_master(p, self._master_dtype)
-            self._written[p] = _Written(p, self.masters[p])
-
-    def _is_stored(self, p: Tensor) -> bool:
         local = local_of(p)
         is_shorter = local.dtype != self._master_dtype and local.dtype in HIGH_PRECISION_DTYPES[1:]
-        return isinstance(local, Float8Tensor) or (self._also_16_bit and is_shorter)
+        is_stored = isinstance(local, Float8Tensor) or (self._also_16_bit and is_shorter)
+        due = needed or p.requires_grad or p.grad is not None
+        if due and is_stored and p not in self.masters:
+            self.masters[p] = _new_master(p, self._master_dtype)
+            self._written[p] = _Written(p, self.masters[p])
 
     @torch.no_grad()
     def _synchronize(self, needed: set[Tensor] | None = None) -> torch.optim.Optimizer:
