@@ -72,11 +72,6 @@ class CallOrder:
     def __init__(self) -> None:
         self._layers = self._calls = self._order = 0
 
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> CallOrder:
-        """Return the call order of a group."""
-        return cls.of_groups.setdefault(group, cls())
-
     def record_call(self, layer: TensorParallel) -> None:
         """Record a call of a layer; the number of a layer is set at its first call.
 
@@ -177,7 +172,7 @@ class TensorParallel:
             ValueError: on all ranks, if the shards do not fit together.
         """
         if not is_traced():
-            CallOrder.of(self.group).record_call(self)
+            CallOrder.of_groups.setdefault(self.group, CallOrder()).record_call(self)
         if not self.sequence_parallel:
             return None
         if x.ndim < 2:
