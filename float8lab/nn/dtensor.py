@@ -155,7 +155,7 @@ class WeightPlacement:
             x = x.redistribute(placements=placed.x)
         options = CallOptions(
             first_microbatch,
-            fused_weight(layer, weight) if layer.fuse_wgrad_accumulation else None,
+            fused_weight(layer, weight),
             placed.tokens,
             self.parallel_of_token_shards if placed.tokens is not None else None,
         )

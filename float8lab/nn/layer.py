@@ -283,8 +283,7 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
         """Decide how a GEMM on a weight runs for the module's input; None is high precision."""
         options = NO_OPTIONS
         if self.fuse_wgrad_accumulation or first_microbatch is not None or tokens is not None:
-            fused = fused_weight(self, weight) if self.fuse_wgrad_accumulation else None
-            options = CallOptions(first_microbatch, fused, tokens)
+            options = CallOptions(first_microbatch, fused_weight(self, weight), tokens)
         return precision.begin(x, weight, training=self.training, options=options)
 
     def extra_repr(self) -> str:
