@@ -16,8 +16,9 @@ __all__ = [
     "reduce_scattered", "tensors_of_ranks",
 ]  # fmt: skip
 
-
 Value = TypeVar("Value")
+
+ops = torch.ops._c10d_functional
 
 
 def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
@@ -37,7 +38,6 @@ def all_gathered(x: Tensor, size: int, name: str) -> Tensor:
         size: R, the number of ranks.
         name: the group's name for functional collectives.
     """
-    ops = torch.ops._c10d_functional
     in_bytes = x.element_size() == 1 and x.dtype != torch.uint8
     raw = x.view(torch.uint8) if in_bytes else x
     gathered: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(raw.contiguous(), size, name))
@@ -46,19 +46,16 @@ def all_gathered(x: Tensor, size: int, name: str) -> Tensor:
 
 def all_reduced(x: Tensor, operation: str, name: str) -> Tensor:
     """Return the ``"sum"`` or ``"max"`` of the tensors of all ranks of the group with this name."""
-    ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(x.contiguous(), operation, name))
 
 
 def reduce_scattered(x: Tensor, size: int, name: str) -> Tensor:
     """Sum ``[R * n, ...]`` over ``size`` ranks, R, and return this rank's rows, ``[n, ...]``."""
-    ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.reduce_scatter_tensor(x.contiguous(), "sum", size, name))
 
 
 def from_first_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the first rank's values on all ranks of a group."""
-    ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.broadcast(x.view(torch.uint8), 0, group.group_name)).view(x.dtype)
 
 
@@ -95,6 +92,6 @@ def exchanged(
     if not isinstance(x, Float8Tensor):  # the last of [n, 1] may have any stride; bytes need 1
         data = x.contiguous().unsqueeze(-1).view(torch.uint8)
     name = (group or dist.distributed_c10d._get_default_group()).group_name
-    ops, splits = torch.ops._c10d_functional, ([*received], [*sent])
+    splits = [*received], [*sent]
     result: Tensor = ops.wait_tensor(ops.all_to_all_single(data, *splits, name))
     return result if isinstance(x, Float8Tensor) else result.view(x.dtype).squeeze(-1)
