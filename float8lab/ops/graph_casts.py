@@ -55,13 +55,9 @@ def _is_columnwise(cast: Node) -> bool:
 def _copy_input(match: Match, *_: object, **__: object) -> None:
     """Give a columnwise cast a copy of its input."""
     cast = match.output_node()
-    x = _arguments(cast)["inputs"][0]
-    if (
-        _is_columnwise(cast)
-        and x.op != "placeholder"
-        and x.target is not torch.ops.aten.clone.default
-    ):
-        copy = cast.graph.call_function(torch.ops.aten.clone.default, (x,))
+    x, clone = _arguments(cast)["inputs"][0], torch.ops.aten.clone.default
+    if _is_columnwise(cast) and x.op != "placeholder" and x.target is not clone:
+        copy = cast.graph.call_function(clone, (x,))
         copy.meta = {**x.meta, "val": x.meta["val"].clone()}
         cast.args = (cast.args[0], [copy], *cast.args[2:])
 
