@@ -18,7 +18,7 @@ __all__ = [
 
 Value = TypeVar("Value")
 
-ops = torch.ops._c10d_functional
+_OPS = torch.ops._c10d_functional
 
 
 def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
@@ -40,23 +40,23 @@ def all_gathered(x: Tensor, size: int, name: str) -> Tensor:
     """
     in_bytes = x.element_size() == 1 and x.dtype != torch.uint8
     raw = x.view(torch.uint8) if in_bytes else x
-    gathered: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(raw.contiguous(), size, name))
+    gathered: Tensor = _OPS.wait_tensor(_OPS.all_gather_into_tensor(raw.contiguous(), size, name))
     return gathered.view(x.dtype) if in_bytes else gathered
 
 
 def all_reduced(x: Tensor, operation: str, name: str) -> Tensor:
     """Return the ``"sum"`` or ``"max"`` of the tensors of all ranks of the group with this name."""
-    return ops.wait_tensor(ops.all_reduce(x.contiguous(), operation, name))
+    return _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), operation, name))
 
 
 def reduce_scattered(x: Tensor, size: int, name: str) -> Tensor:
     """Sum ``[R * n, ...]`` over ``size`` ranks, R, and return this rank's rows, ``[n, ...]``."""
-    return ops.wait_tensor(ops.reduce_scatter_tensor(x.contiguous(), "sum", size, name))
+    return _OPS.wait_tensor(_OPS.reduce_scatter_tensor(x.contiguous(), "sum", size, name))
 
 
 def from_first_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the first rank's values on all ranks of a group."""
-    return ops.wait_tensor(ops.broadcast(x.view(torch.uint8), 0, group.group_name)).view(x.dtype)
+    return _OPS.wait_tensor(_OPS.broadcast(x.view(torch.uint8), 0, group.group_name)).view(x.dtype)
 
 
 def tensors_of_ranks(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -93,5 +93,5 @@ def exchanged(
         data = x.contiguous().unsqueeze(-1).view(torch.uint8)
     name = (group or dist.distributed_c10d._get_default_group()).group_name
     splits = [*received], [*sent]
-    result: Tensor = ops.wait_tensor(ops.all_to_all_single(data, *splits, name))
+    result: Tensor = _OPS.wait_tensor(_OPS.all_to_all_single(data, *splits, name))
     return result if isinstance(x, Float8Tensor) else result.view(x.dtype).squeeze(-1)

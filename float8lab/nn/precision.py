@@ -12,7 +12,7 @@ import itertools
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -234,8 +234,8 @@ class Precision:
             return self._begin_forward(x, training, options, in_graph=True)
         recordings = CHECKPOINTS.recordings
         recording = CHECKPOINTS.replay
-        if (hooks := saved_tensors_hooks(True)) is not None:
-            started, followed = _torch_recordings(hooks)
+        if saved_tensors_hooks(True) is not None:
+            started, followed = _torch_recordings()
             recordings += started
             recording = recording or followed
         if recording is not None or torch._C._current_graph_task_id() != NO_BACKWARD:
@@ -522,24 +522,38 @@ def precisions(module: nn.Module) -> Iterator[tuple[str, Precision]]:
             yield name.removeprefix("_fp8").lstrip("_"), value
 
 
-def _torch_recordings(hooks: Any) -> tuple[tuple[Recording, ...], Recording | None]:
-    """Return the recordings that torch's enclosing non-reentrant checkpoint makes, and follows.
+def _torch_recordings() -> tuple[tuple[Recording, ...], Recording | None]:
+    """Return the recordings that torch's non-reentrant checkpoints make now, and the one followed.
 
     ``torch.utils.checkpoint`` gives a recomputation no link to the forward call that it repeats.
     But its saved-tensor hooks hold the same frame in their closures in forward and recomputation.
     """
-    pack = inspect.unwrap(hooks[0])
-    if (code := getattr(pack, "__code__", None)) is None:
-        return (), None
-    cells = dict(zip(code.co_freevars, pack.__closure__ or (), strict=False))
-    if "frame" in cells:
-        return (CHECKPOINTS.of_torch.setdefault(cells["frame"].cell_contents, Recording()),), None
-    if "target_frame_ref" not in cells:
-        return (), None
-    recording = CHECKPOINTS.of_torch.get(cells["target_frame_ref"].cell_contents())
-    if recording is not None:
-        recording.follow(pack)
-    return (), recording
+    started: tuple[Recording, ...] = ()
+    for hooks in _all_saved_tensors_hooks():
+        pack = inspect.unwrap(hooks[0])
+        if getattr(pack, "__module__", "") != "torch.utils.checkpoint":
+            continue
+        cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=False))
+        if "frame" in cells:
+            frame = cells["frame"].cell_contents
+            started = (*started, CHECKPOINTS.of_torch.setdefault(frame, Recording()))
+        elif "target_frame_ref" in cells:
+            recording = CHECKPOINTS.of_torch.get(cells["target_frame_ref"].cell_contents())
+            if recording is not None:
+                recording.follow(pack)
+            return started, recording
+    return started, None
+
+
+def _all_saved_tensors_hooks() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
+    """Return autograd's hooks for saved tensors, the innermost first."""
+    hooks = []
+    while (top := saved_tensors_hooks(True)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        hooks.append(top)
+    for pack, unpack in reversed(hooks):
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+    return hooks
 
 
 def _reentrant_recordings() -> Iterator[Recording]:
