@@ -101,9 +101,10 @@ class ScalingState:
             fitted = {n: slots.fitted(x) for n, x in loaded.items() if isinstance(x, Tensor)}
             if any(value is None for value in loaded.values()):
                 missing.append(key)
-            elif {name: x.shape for name, x in fitted.items()} != shapes or not (
-                (fitted["scale"] > 0) & (fitted["scale"] < torch.inf)
-            ).all():
+            elif {name: x.shape for name, x in fitted.items()} != shapes or not all(
+                ((fitted[name] > 0) & (fitted[name] < torch.inf)).all()
+                for name in {"scale", "encode"}.intersection(names)
+            ):
                 different.append(key)
             else:
                 values[slots] = fitted

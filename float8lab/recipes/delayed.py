@@ -242,7 +242,7 @@ class ScalePack:
         """
         recipe, algo = self.recipe, self.recipe.amax_compute_algo
         if callable(algo):
-            chosen = algo(self.history)
+            chosen = algo(self.history).float()
         else:
             chosen = self.history[0] if algo == "most_recent" else self.history.amax(0)
         if recipe.scaling_factor_compute_algo is not None:

@@ -259,7 +259,10 @@ def _make(kind: type[Recipe], values: dict[str, Any]) -> Recipe:
 def _show(value: Any) -> str:
     if isinstance(value, Format):
         return f"Format.{value.name}"
-    return getattr(value, "__qualname__", None) or repr(value)
+    if callable(value):  # its repr may have its address, which is another in each process
+        value = getattr(value, "func", value)  # of a functools.partial
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return repr(value)
 
 
 def _is_int(value: Any) -> bool:
@@ -295,7 +298,8 @@ class DelayedScaling(Recipe):
     def _check(self) -> None:
         algo, factor = self.amax_compute_algo, self.scaling_factor_compute_algo
         is_usable = algo in ("max", "most_recent") if isinstance(algo, str) else callable(algo)
-        self._require(_is_int(self.margin), "margin", "an integer")
+        is_margin = _is_int(self.margin) and abs(self.margin) <= 100  # 2 ** margin fits in float32
+        self._require(is_margin, "margin", "an integer from -100 to 100")
         self._require(_is_int(self.interval) and self.interval > 0, "interval", "an integer > 0")
         has_length = _is_int(self.amax_history_len) and self.amax_history_len > 0
         self._require(has_length, "amax_history_len", "an integer > 0")

@@ -19,10 +19,12 @@ after each recording cast of the forward, which takes the factors of that cast.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -78,6 +80,21 @@ class _State(threading.local):
         self.init: ModelInit | None = None
         self.in_graph: Region | None = None  # opened by the casts of a compiled graph
 
+    def enclosing_region(self) -> Region | None:
+        """Return ``region``, or discard it if the call of a model that opened it was interrupted.
+
+        Torch calls no hook of such a call, but its frame is not on this thread's stack any more.
+        """
+        region = self.region
+        if region is not None and region.frame is not None and not torch.compiler.is_compiling():
+            frame: FrameType | None = sys._getframe()
+            while frame is not None and frame is not region.frame:
+                frame = frame.f_back
+            if frame is None:
+                region.discard()
+                self.region = None
+        return self.region
+
 
 class _Process:
     """The few values that all threads share."""
@@ -118,15 +135,26 @@ def in_backward() -> bool:
 
 
 class Region:
-    """The delayed-scaling packs that have recorded amaxes since the region began."""
+    """The delayed-scaling packs that have recorded amaxes since the region began.
 
-    __slots__ = ("fp8_calls", "groups", "has_new_modules", "packs", "silent", "training")
+    The call of a model that opened the region, if one did, is given by the ``opener``, its hooks,
+    and the ``frame`` that calls them; ``depth`` counts the model's calls of itself inside, and
+    ``finished`` is whether the forward that ended last returned.
+    """
+
+    __slots__ = (
+        "depth", "finished", "fp8_calls", "frame", "groups", "has_new_modules", "opener", "packs",
+        "silent", "training",
+    )  # fmt: skip
 
     def __init__(self, silent: bool | None = None) -> None:
         self.packs: dict[ScalePack, None] = {}
         self.has_new_modules = False  # every rank calls certain modules first in this region
         self.groups: dict[Any, None] = {}  # groups that reduce amaxes, whether or not used here
-        self.fp8_calls = 0
+        self.fp8_calls = self.depth = 0
+        self.opener: object = None
+        self.frame: FrameType | None = None
+        self.finished = False
         # A recomputation re-enters autocast regions of user code; these must not advance scales.
         self.silent = in_backward() if silent is None else silent
         self.training = torch.is_grad_enabled()

@@ -86,7 +86,7 @@ class autocast:
                 "autocast must not be entered again while it is active; got the same instance "
                 "nested in itself. Create a second autocast(...) for the inner block."
             )
-        region = STATE.region
+        region = STATE.region and STATE.enclosing_region()
         if self._enabled or self._calibrating:
             if region is None:
                 region = self._region = Region()

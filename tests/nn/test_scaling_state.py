@@ -37,12 +37,15 @@ INVALID_STATES = {
     ),
     "a module": (lambda s: without(s, *[k for k in s if k.startswith("1/")]), r"1 \(1/D.* missing"),
     "a tensor": (lambda s: without(s, "seeded"), r"2 \(0/D.* missing"),
-    "a scale": (
-        lambda s: {
-            k: v * torch.nan if k == min(n for n in s if "scale" in n) else v for k, v in s.items()
-        },
-        r"1 \(0/D.* have other shapes, are no tensors, or hold a scale that is not positive",
-    ),
+    **{
+        name: (
+            lambda s, name=name: {
+                k: v * torch.nan if k == min(n for n in s if name in n) else v for k, v in s.items()
+            },
+            r"1 \(0/D.* have other shapes, are no tensors, or hold a scale that is not positive",
+        )
+        for name in ("/scale", "/encode")
+    },
     "extra": (
         lambda s: s | {"2/other/scale": torch.ones(3)},
         r"0 are missing, 1 \(2/other\) are ext",

@@ -389,7 +389,7 @@ def test_fields_of_delayed_scaling_take_effect(field, value):
 
 
 def test_amax_history_len_and_algo_take_effect():
-    for algo, expected in (("most_recent", 2.0), ("max", 8.0), (lambda h: h[1], 8.0)):
+    for algo, expected in (("most_recent", 2.0), ("max", 8.0), (lambda h: h[1].double(), 8.0)):
         recipe = recipes.DelayedScaling(amax_history_len=2, amax_compute_algo=algo)
         m = layer()
         for value in (64.0, 8.0, 2.0):
@@ -446,7 +446,9 @@ def test_converted_delayed_model_advances_once_a_call():
     assert steps(model[0])[0] == 3
 
 
-def test_exception_in_a_converted_delayed_model_leaves_no_region_open():
+# Torch calls no hook after a KeyboardInterrupt, so the next call of any model closes the region.
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_exception_in_a_converted_delayed_model_leaves_no_region_open(error):
     class Fails(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -456,17 +458,65 @@ def test_exception_in_a_converted_delayed_model_leaves_no_region_open():
         def forward(self, x):
             y = self.inner(x)
             if self.fail:
-                raise KeyError("x")
+                raise error("x")
             return y
 
-    model = float8lab.convert_to_float8(Fails(), DELAYED)
-    with pytest.raises(KeyError):
-        model(torch.full((2, 16), 100.0))
+    for call_next in ("model", "autocast"):
+        model = float8lab.convert_to_float8(Fails(), DELAYED)
+        with pytest.raises(error):
+            model(torch.full((2, 16), 100.0))
+        assert error is KeyboardInterrupt or STATE.region is None
+        if call_next == "autocast":
+            other, x = layer(), torch.ones(4, 32)
+            with float8lab.autocast(recipe=DELAYED):
+                other(x)
+            assert STATE.region is None
+            assert steps(other)[0] == 1
+        model.fail = False
+        model(torch.full((2, 16), 2.0))
+        assert history(model.inner)[:, 0].tolist() == [2.0, 0.0, 0.0, 0.0]
+        assert steps(model.inner)[0] == 1
+
+
+def test_a_converted_delayed_model_that_calls_itself_is_one_region():
+    class Twice(torch.nn.Sequential):
+        def forward(self, x, again=True):
+            y = super().forward(x)
+            return self(y, again=False) if again else y
+
+    model = float8lab.convert_to_float8(
+        Twice(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)), DELAYED
+    )
+    model(torch.ones(2, 16))
+    assert [steps(inner)[0] for inner in model] == [1, 1]
     assert STATE.region is None
-    model.fail = False
-    model(torch.full((2, 16), 2.0))
-    assert history(model.inner)[:, 0].tolist() == [2.0, 0.0, 0.0, 0.0]
-    assert steps(model.inner)[0] == 1
+
+
+def test_calls_of_a_converted_delayed_model_on_two_threads_leave_no_region_open():
+    in_first, in_second = threading.Event(), threading.Event()
+
+    class Waits(torch.nn.Sequential):
+        def forward(self, x, event=None, other=None):
+            y = super().forward(x)
+            if event is not None:
+                event.set()
+                assert other.wait(30)
+            return y
+
+    model = float8lab.convert_to_float8(Waits(torch.nn.Linear(16, 16)), DELAYED)
+    x = torch.ones(2, 16)
+    model(x)
+
+    def second():
+        assert in_first.wait(30)
+        model(x, in_second, in_second)
+        return STATE.region
+
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        region = executor.submit(second)
+        model(x, in_first, in_second)
+        assert region.result() is None
+    assert STATE.region is None
 
 
 def test_region_takes_in_the_amaxes_of_a_cuda_graph_replayed_inside_it():

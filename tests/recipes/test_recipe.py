@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import pickle
 
 import pytest
@@ -76,6 +77,7 @@ def test_copied_and_pickled_recipes_are_equal(cls):
     [
         (recipes.DelayedScaling, "margin", 0.5, "an integer"),
         (recipes.DelayedScaling, "margin", True, "an integer"),
+        (recipes.DelayedScaling, "margin", 101, "an integer from -100 to 100"),
         (recipes.DelayedScaling, "interval", 0, "an integer > 0"),
         (recipes.DelayedScaling, "interval", 1.5, "an integer > 0"),
         (recipes.DelayedScaling, "amax_history_len", 0, "an integer > 0"),
@@ -135,6 +137,11 @@ def test_repr_is_short_and_evaluates_to_an_equal_recipe():
 
 def test_repr_shows_the_name_of_callables():
     assert repr(recipes.DelayedScaling(amax_compute_algo=max)) == (
+        "DelayedScaling(amax_compute_algo=max)"
+    )
+    # No address, which would differ in the process that loads a ScalingState.
+    partial = functools.partial(max, 1)
+    assert repr(recipes.DelayedScaling(amax_compute_algo=partial)) == (
         "DelayedScaling(amax_compute_algo=max)"
     )
 

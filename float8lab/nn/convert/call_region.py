@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -23,8 +24,6 @@ class CallRegion(CallHooks):
     """
 
     def __init__(self, recipes: tuple[Recipe, ...]) -> None:
-        self._open: Region | None = None
-        self._finished = False
         self._prepared = False
         self.recipes = recipes  # the delayed recipes of the model's layers
 
@@ -38,26 +37,35 @@ class CallRegion(CallHooks):
         outer = STATE.autocast
         if not model.training or outer.enabled is False or in_backward():
             return
-        if (region := STATE.region) is None:
-            region = self._open = STATE.region = Region(silent=False)
-            self._finished = False
+        opens = (region := STATE.region and STATE.enclosing_region()) is None
+        if region is None:
+            region = STATE.region = Region(silent=False)
+            region.opener = self
+            if not torch.compiler.is_compiling():
+                region.frame = sys._getframe(1)
+        elif region.opener is self:
+            region.depth += 1
         if not ((torch.compiler.is_compiling() and is_traced()) or self._prepared):
             self._prepared = True
             self._prepare(model)
             # Inside an enclosing region, other ranks may not call this model at all.
-            region.has_new_modules = self._open is not None
+            region.has_new_modules = opens
         for recipe in self.recipes:
             region.expect(recipe, outer.group, calibrating=outer.calibrating)
 
     def finished(self, model: nn.Module, args: object, output: object) -> None:
-        self._finished = True
+        if (region := STATE.region) is not None and region.opener is self:
+            region.finished = True
 
     def after(self, model: nn.Module, args: object, output: object) -> None:
-        region = self._open
-        if region is None or STATE.region is not region:
+        region = STATE.region
+        if region is None or region.opener is not self:
             return
-        STATE.region = self._open = None
-        (region.close if self._finished else region.discard)()
+        if region.depth:
+            region.depth, region.finished = region.depth - 1, False
+            return
+        STATE.region = region.frame = None
+        (region.close if region.finished else region.discard)()
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return CallRegion, (self.recipes,)

@@ -314,7 +314,8 @@ def _obstacle_of_dtypes(candidate: Candidate) -> str | None:
         dtypes = {p.dtype for p in layer.parameters()}.difference(HIGH_PRECISION_DTYPES)
         wrong = f"its weights are {dtypes.pop()}" if dtypes else None
         return wrong or candidate.experts_class.obstacle(layer)
-    dtype = (layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer).weight.dtype
+    weight = (layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer).weight
+    dtype = None if weight is None else weight.dtype
     return None if dtype in HIGH_PRECISION_DTYPES else f"its weight is {dtype}"
 
 

@@ -331,12 +331,14 @@ def test_modules_with_gemms_of_their_own_parameters_are_reported_as_skipped():
 
 
 def test_lazy_and_float64_layers_are_skipped_with_the_reason():
-    model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8, dtype=torch.float64))
+    model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8, dtype=torch.float64), nn.Linear(8, 8))
+    model[2].register_parameter("weight", None)
     with warns_that_nothing_converts():
         report = report_of(model, "auto")
     assert [layer.note for layer in report.skipped] == [
         "not initialised yet; run one batch first",
         "its weight is torch.float64",
+        "its weight is None",
     ]
 
 
