@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8lab.arguments import shown
 from float8lab.nn.casts import plain
 from float8lab.tensor.differentiation import GradientMap
 
@@ -54,12 +55,12 @@ def fused_weight(module: nn.Module, weight: Tensor) -> Tensor | None:
     grad: object = getattr(weight, "main_grad", None) if module.fuse_wgrad_accumulation else None
     if grad is None:
         return None
-    if not (isinstance(grad, Tensor) and grad.is_floating_point()):
-        got = f"a tensor of {grad.dtype}" if isinstance(grad, Tensor) else type(grad).__name__
+    shapes = weight.shape, (weight.numel(),)
+    if not (isinstance(grad, Tensor) and grad.is_floating_point() and grad.shape in shapes):
         raise TypeError(
-            "main_grad of the weight must be a floating-point tensor of its shape, to which "
-            f"fuse_wgrad_accumulation adds the gradient; got {got}. Set None to have the gradient "
-            "in weight.grad."
+            f"main_grad of the weight must be a floating-point tensor of its shape, "
+            f"{tuple(weight.shape)}, or flat, to which fuse_wgrad_accumulation adds the gradient; "
+            f"got {shown(grad)}. Set None to have the gradient in weight.grad."
         )
     return weight
 

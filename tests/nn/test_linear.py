@@ -504,7 +504,12 @@ def test_a_compiled_layer_accumulates_into_main_grad(recipe):
 
 
 @pytest.mark.parametrize(
-    ("main_grad", "got"), [(torch.zeros(4, 8, dtype=torch.int32), "torch.int32"), (3.0, "float")]
+    ("main_grad", "got"),
+    [
+        (torch.zeros(4, 8, dtype=torch.int32), "torch.int32"),
+        (torch.zeros(8, 4), "8, 4"),
+        (3.0, "3.0"),
+    ],
 )
 def test_an_invalid_main_grad_is_refused(main_grad, got):
     layer, x = float8lab.Linear(8, 4, device="cpu", fuse_wgrad_accumulation=True), torch.randn(2, 8)
