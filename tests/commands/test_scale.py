@@ -69,6 +69,7 @@ def test_svg_is_well_formed(capsys, tmp_path):
         (("--mesh", "dp=8", "--shard", "3"), "shard must divide the data and context parallel"),
         (("--mesh", "tp=16"), "mesh tp must divide the key-value heads (8); got 16."),
         (("--gpus", "7", "--batch", "3"), "gpus must share 3 sequences of llama-3-8b; got 7."),
+        (("--gpus", "8", "--micro-batch", "3"), "llama-3-8b in micro-batches of 3; got 8."),
         (("--svg", "missing/step.svg"), "missing"),
     ],
 )

@@ -781,9 +781,10 @@ def test_truncated_jsonl_is_read_and_other_files_are_refused(finished_watch, tmp
         finished_watch.log.records,
         finished_watch.log.steps[:1],
     )
-    path.write_text("what\n" + text)
-    with pytest.raises(ValueError, match=r"path must be a log as to_jsonl writes it.*line 1"):
-        Log.from_jsonl(path)
+    for start in (b"what\n", b"\x80\n"):
+        path.write_bytes(start + text.encode())
+        with pytest.raises(ValueError, match=r"path must be a log as to_jsonl writes it.*line 1"):
+            Log.from_jsonl(path)
 
 
 def test_jsonl_is_complete_after_each_step(tmp_path):

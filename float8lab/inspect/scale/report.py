@@ -275,7 +275,8 @@ def scale(
         firsts = [steps[0] for steps in steps_by_recipe.values() if steps]
         if not firsts:
             raise ValueError(
-                f"gpus must share {job.batch} sequences of {size.name}; got {gpus}. "
+                f"gpus must share {job.batch} sequences of {size.name}"
+                f"{f' in micro-batches of {micro}' if micro else ''}; got {gpus}. "
                 "Pass a batch that they divide, in powers of two."
             )
         mesh = min(firsts, key=lambda step: (not step.fits, step.seconds)).mesh

@@ -124,7 +124,7 @@ class Log:
         """
         log = cls()
         steps: dict[int, Step] = {}  # a step is written twice if its loss is known later
-        lines = Path(path).read_text(encoding="ascii").split("\n")
+        lines = Path(path).read_text(encoding="ascii", errors="replace").split("\n")
         for number, line in enumerate(lines, start=1):
             if not line:
                 continue
