@@ -12,7 +12,7 @@ import itertools
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -528,32 +528,25 @@ def _torch_recordings() -> tuple[tuple[Recording, ...], Recording | None]:
     ``torch.utils.checkpoint`` gives a recomputation no link to the forward call that it repeats.
     But its saved-tensor hooks hold the same frame in their closures in forward and recomputation.
     """
-    started: tuple[Recording, ...] = ()
-    for hooks in _all_saved_tensors_hooks():
-        pack = inspect.unwrap(hooks[0])
-        if getattr(pack, "__module__", "") != "torch.utils.checkpoint":
-            continue
-        cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=False))
-        if "frame" in cells:
-            frame = cells["frame"].cell_contents
-            started = (*started, CHECKPOINTS.of_torch.setdefault(frame, Recording()))
-        elif "target_frame_ref" in cells:
-            recording = CHECKPOINTS.of_torch.get(cells["target_frame_ref"].cell_contents())
-            if recording is not None:
-                recording.follow(pack)
-            return started, recording
-    return started, None
-
-
-def _all_saved_tensors_hooks() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Return autograd's hooks for saved tensors, the innermost first."""
-    hooks = []
-    while (top := saved_tensors_hooks(True)) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        hooks.append(top)
-    for pack, unpack in reversed(hooks):
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-    return hooks
+    if (hooks := saved_tensors_hooks(True)) is None:
+        return (), None
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        started, followed = _torch_recordings()  # by the enclosing hooks
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+    pack = inspect.unwrap(hooks[0])
+    if getattr(pack, "__module__", "") != "torch.utils.checkpoint":
+        return started, followed
+    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=False))
+    if "frame" in cells:
+        frame = cells["frame"].cell_contents
+        return (*started, CHECKPOINTS.of_torch.setdefault(frame, Recording())), followed
+    if "target_frame_ref" in cells:
+        started, frame = (), cells["target_frame_ref"].cell_contents()
+        if (followed := CHECKPOINTS.of_torch.get(frame)) is not None:
+            followed.follow(pack)
+    return started, followed
 
 
 def _reentrant_recordings() -> Iterator[Recording]:
