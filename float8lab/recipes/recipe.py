@@ -279,7 +279,7 @@ class DelayedScaling(Recipe):
     """
 
     margin: int = 0
-    """The encode scale is divided by ``2 ** margin``, which leaves headroom for growth."""
+    """The encode scale is divided by ``2 ** margin``, for headroom; from -100 to 100."""
     interval: int = 1
     """Recompute the scale on every ``interval``-th step."""
     amax_history_len: int = 1

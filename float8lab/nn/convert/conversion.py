@@ -92,8 +92,8 @@ def convert_to_float8(  # each is a keyword that users set on its own
             globs (``"*.router"``).
         overrides: recipes of single layers by the same patterns; they win over ``recipe`` and over
             an enclosing autocast; None keeps a layer in high precision. The last match counts. A
-            router, or a subclass of ``torch.nn.Linear`` with its own forward, is converted only if
-            it is named in ``overrides``.
+            router, or a subclass of ``torch.nn.Linear`` with its own forward, which it then loses,
+            is converted only if it is named in ``overrides``.
         strict: raise, and leave the model unchanged, if any request could not be met.
         fp8_all_gather: if FSDP2 shards the model later, gather the weights in FP8, one byte an
             element, instead of the parameters' dtype. A weight that is shared with a layer in
