@@ -61,7 +61,7 @@ class FirstCall(CallHooks):
     def __init__(self) -> None:
         self._done = False
         self._recording: Recording | None = None  # None outside a call
-        self._outputs: list[Tensor] | None = None  # the outputs of a finished call
+        self._returned = False
 
     def before(self, model: nn.Module, args: object) -> None:
         # is_traced() comes first: a graph gets guards on all state that is read during tracing.
@@ -72,26 +72,21 @@ class FirstCall(CallHooks):
         self._recording = Recording()
         CHECKPOINTS.recordings = (*CHECKPOINTS.recordings, self._recording)
 
-    @torch._disable_dynamo
-    def _keep(self, output: object) -> None:
-        self._outputs = [y for y in tree_leaves(output) if isinstance(y, Tensor)]
-
     def finished(self, model: nn.Module, args: object, output: object) -> None:
         if not is_traced() and self._recording is not None:
-            self._keep(output)
+            self._returned = True
 
     def after(self, model: nn.Module, args: object, output: object) -> None:
         if not is_traced() and self._recording is not None:
-            self._find_unseen(model, self._recording)
+            self._find_unseen(model, self._recording, output)
 
     @torch._disable_dynamo
-    def _find_unseen(self, model: nn.Module, recording: Recording) -> None:
-        outputs = self._outputs
+    def _find_unseen(self, model: nn.Module, recording: Recording, output: object) -> None:
         CHECKPOINTS.recordings = tuple(r for r in CHECKPOINTS.recordings if r is not recording)
-        self._recording = self._outputs = None
-        if outputs is None:  # the call raised
+        self._recording, self._done = None, self._returned
+        if not self._returned:  # the call raised
             return
-        self._done = True
+        outputs = [y for y in tree_leaves(output) if isinstance(y, Tensor)]
         if not (unseen := _unseen(model, recording.modules(), outputs)):
             return
         for layer in unseen.values():
