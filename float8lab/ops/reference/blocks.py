@@ -139,10 +139,8 @@ def _factors_in_e4m3(amax: Tensor, rule: str, matrix_amax: Tensor | None) -> tup
     if rule in formats.TENSOR_SCALE_RULES:
         if matrix_amax is None:
             matrix_amax = amax.amax((-2, -1), keepdim=True) if amax.numel() else amax
-        limits = torch.full_like(
-            matrix_amax, formats.largest(formats.E2M1) * formats.largest(formats.E4M3)
-        )
-        encode = (limits / matrix_amax).clamp(max=formats.FLOAT32_MAX)
+        limit = formats.largest(formats.E2M1) * formats.largest(formats.E4M3)
+        encode = encode_from_amax(matrix_amax, limit, power_of_2=False)
         encode = torch.where((matrix_amax > 0) & (matrix_amax < torch.inf), encode, 1.0)
         scale, decode = scale * encode, 1.0 / encode
     scale = scale.clamp(max=formats.largest(formats.E4M3)).to(formats.E4M3).float() * decode
