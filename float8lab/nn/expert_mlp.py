@@ -59,22 +59,18 @@ class ExpertsBase(MovedInPlace):
         """Compute ``activation(x @ w1[e].T + b1[e]) @ w2[e].T + b2[e]`` for each expert's rows.
         An activation of ``ACTIVATIONS`` is fused with casts; a function is not. With ``to_rows``, a
         row map and the number of rows, ``x`` holds tokens, which are copied to these rows."""
-        precisions = self._fp8_fc1, self._fp8_fc2
-        calls = [
-            self._begin_layer(precision, x, weight, first_microbatch)
-            for precision, (weight, _) in zip(precisions, layers, strict=True)
-        ]
-        fc1, fc2 = calls
+        fc1 = self._begin_layer(self._fp8_fc1, x, layers[0][0], first_microbatch)
+        fc2 = self._begin_layer(self._fp8_fc2, x, layers[1][0], first_microbatch)
         if isinstance(activation, str) and fc1 is not None and fc2 is not None:
             row_map, rows = to_rows or (None, x.shape[0])
             options = MlpCall(ExpertFront(rows), activation, fc1, fc2)
             y = ExpertMlpFunction.run(x, offs, row_map, *layers[0], *layers[1], options)
         else:
             x = x if to_rows is None else scatter_rows(x, *to_rows)[0]
-            h = self._apply_experts(precisions[0], x, offs, layers[0], fc1, first_microbatch)
+            h = self._apply_experts(self._fp8_fc1, x, offs, layers[0], fc1, first_microbatch)
             a = activate(h, activation) if isinstance(activation, str) else activation(h)
-            y = self._apply_experts(precisions[1], a, offs, layers[1], fc2, first_microbatch)
-        for precision, call in zip(precisions, calls, strict=True):
+            y = self._apply_experts(self._fp8_fc2, a, offs, layers[1], fc2, first_microbatch)
+        for precision, call in ((self._fp8_fc1, fc1), (self._fp8_fc2, fc2)):
             if call is not None and call.is_region:
                 precision.end(call)
         return y
