@@ -29,14 +29,10 @@ def _pointwise(z: Tensor, score_function: str) -> Tensor:
     return z.sigmoid() if score_function == "sigmoid" else F.softplus(z).sqrt()
 
 
-def _best(ranked: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest ``count`` scores of each row, in order, and their indices."""
-    order = ranked.sort(dim=-1, descending=True, stable=True)
-    return order.values[..., :count], order.indices[..., :count]
-
-
-def _marked(like: Tensor, places: Tensor) -> Tensor:
-    return torch.zeros_like(like, dtype=torch.bool).scatter_(-1, places, True)
+def _are_best(ranked: Tensor, count: int) -> Tensor:
+    """Return which scores are the largest ``count`` of each row, the first ones among equals."""
+    places = ranked.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, places, True)
 
 
 def shares(
@@ -85,13 +81,13 @@ def route(
         ranked = ranked + widen(expert_bias)
     if group_topk:
         groups = ranked.unflatten(1, (num_groups, -1))
-        values, _ = _best(groups, topk // group_topk)
+        values = groups.sort(dim=-1, descending=True, stable=True).values[..., : topk // group_topk]
         score_sum = values[..., 0]
         for value in values.unbind(-1)[1:]:
             score_sum = score_sum + value
-        inside = _marked(score_sum, _best(score_sum, group_topk)[1])
+        inside = _are_best(score_sum, group_topk)
         ranked = groups.masked_fill(~inside[..., None], -torch.inf).flatten(1)
-    chosen = _marked(ranked, _best(ranked, topk)[1])
+    chosen = _are_best(ranked, topk)
     if dense:
         scores, score_sum = shares(z, torch.ones_like(chosen), 2, score_function, True)
         return scores / score_sum, chosen
