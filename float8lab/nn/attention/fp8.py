@@ -172,13 +172,8 @@ def _packing(x: Tensor, side: Packed | Tensor) -> tuple[Tensor, Tensor | None]:
     return cu_seqlens, torch.where(row < cu_seqlens[-1], token, ~token)
 
 
-def _as_one_sequence(x: Tensor, token: Tensor | None) -> Tensor:
-    """View ``[B, H, S, D]`` as ``[1, H, B * S, D]`` if tokens are packed."""
-    return x if token is None else x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
-
-
 def _as_batch(x: Tensor, token: Tensor | None, B: int, S: int) -> Tensor:
-    """Undo ``_as_one_sequence``."""
+    """View ``[1, H, B * S, D]`` as ``[B, H, S, D]`` if tokens are packed."""
     return x if token is None else x[0].unflatten(1, (B, S)).transpose(0, 1)
 
 
@@ -273,7 +268,8 @@ class _Attention(Float8Function):
     def backward(ctx: Any, dout: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         *saved, sink, token_q, token_k, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
         window, scale, longest, *_ = ctx.settings
-        dout = _as_one_sequence(dout, token_q)
+        if token_q is not None:  # tokens are packed: undo ``_as_batch``
+            dout = dout.transpose(0, 1).flatten(1, 2).unsqueeze(0)
         gradients = ops.fp8_attention_backward_op(
             dout, *saved, window, scale, cu_seqlens_q, cu_seqlens_k, *longest, token_q, token_k
         )
