@@ -224,10 +224,6 @@ class _Layer:
         self.lanes: dict[_Lanes, torch.Event | None] = {}  # lanes used; event after the last copy
         self.reached = False  # whether backward has asked for a tensor of this layer
 
-    def end(self) -> None:
-        for lanes in self.lanes:
-            self.lanes[lanes] = lanes.outward.record_event()
-
     def release(self) -> None:
         for lanes, copied in self.lanes.items():
             if copied is not None:
@@ -312,7 +308,8 @@ class _Offload(AbstractContextManager["_Offload"]):
         if not torch.is_grad_enabled() or in_backward():
             return x
         layer = self._layer()
-        layer.end()
+        for lanes in layer.lanes:
+            layer.lanes[lanes] = lanes.outward.record_event()
         if self._ended is not None and not self._ended.of.in_backward:
             self._ended.release()
         self._ended = layer
