@@ -347,16 +347,15 @@ class MasterWeights(torch.optim.Optimizer):
             for p in group["params"]:
                 if p in old_masters:
                     self.masters[p] = old_masters[p]
-                else:
-                    self._make_master(p, needed=p in needed)
-            # The list is changed in place, as LBFGS keeps a reference to it.
-            inner_group["params"][:] = [self.masters.get(p, p) for p in group["params"]]
-            for p in group["params"]:
-                if p in self.masters and p not in old_masters:
+                    continue
+                self._make_master(p, needed=p in needed)
+                if p in self.masters:
                     # Some optimizers make the state of a parameter in their constructor.
                     fresh = self._make_inner([{**inner_group, "params": [self.masters[p]]}])
                     inner.state.pop(p, None)
                     inner.state.update(fresh.state)
+            # The list is changed in place, as LBFGS keeps a reference to it.
+            inner_group["params"][:] = [self.masters.get(p, p) for p in group["params"]]
 
     def _pass_gradients(self) -> None:
         for p, master in self.masters.items():
