@@ -83,7 +83,10 @@ class _Ring(NamedTuple):
                 kv = pending.view(-1, vector.numel())[index].view(kv.dtype).view(kv.shape)
                 if not self.gathers and step < size - 1:
                     pending = self.send(kv, 1, tokens)
-            _let_message_begin(kv)
+            if kv.is_cuda and kv.element_size() > 1 and not torch.compiler.is_compiling():
+                # Until the message has begun, attention would leave it no multiprocessor; in FP8
+                # casts come first.
+                torch.cuda._sleep(20_000)  # cycles, some 10 us
             yield kv.transpose(2, 3), *self.pair(rank, self.visitor(step), tokens)
 
     def visitor(self, step: int) -> int:
@@ -215,12 +218,6 @@ def _add_arrived(
         arrived = collectives.wait_tensor(vector).view(dtype).view(2, B, count, G, D)
         for gradient, x in zip(sums, arrived, strict=True):
             gradient[:, :, :count] += x.transpose(1, 2)
-
-
-def _let_message_begin(kv: Tensor) -> None:
-    """Delay a GPU until a message has begun: attention would leave it no multiprocessor."""
-    if kv.is_cuda and kv.element_size() > 1 and not torch.compiler.is_compiling():  # FP8 has casts
-        torch.cuda._sleep(20_000)  # cycles, some 10 us
 
 
 def _attend_pair(
