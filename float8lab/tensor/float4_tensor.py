@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import NotImplementedType
 from typing import Any
@@ -165,12 +165,14 @@ class Float4Tensor(StoredTensor):
         cls, op: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled() and op.is_view and not args[0].is_inference():
+        handler = _HANDLERS.get(op) if args and isinstance(args[0], Float4Tensor) else None
+        result: Any = NotImplemented
+        if handler is not None and torch.is_inference_mode_enabled() and op.is_view:
             # Torch wants the view of a normal tensor to be a normal tensor in inference mode, too.
-            with torch.inference_mode(False), torch.no_grad():
-                result = _stays_packed(op, args, kwargs)
-        else:
-            result = _stays_packed(op, args, kwargs)
+            with torch.inference_mode(args[0].is_inference()), torch.no_grad():
+                result = handler(op, *args, **kwargs)
+        elif handler is not None:
+            result = handler(op, *args, **kwargs)
         if result is not NotImplemented:
             return result
         if op._schema.is_mutable and dispatch.written_tensors(cls, op, args, kwargs):
@@ -232,12 +234,6 @@ torch.serialization.add_safe_globals([_rebuild])
 # Ops with a packed result.
 
 _Result = Float4Tensor | list[Any] | NotImplementedType
-
-
-def _stays_packed(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    x = args[0] if args else None
-    handler = _HANDLERS.get(op) if isinstance(x, Float4Tensor) else None
-    return NotImplemented if handler is None else handler(op, x, *args[1:], **kwargs)
 
 
 def _copy(op: OpOverload, x: Float4Tensor, source: Tensor, non_blocking: bool = False) -> _Result:
