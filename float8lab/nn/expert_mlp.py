@@ -252,8 +252,7 @@ class ExpertMLP(ExpertsBase, GemmModule):
             output_layer_init_method=lambda weight: weight.copy_(next(fc2_weights)),
         )  # fmt: skip
         mlp.gemms = tuple(gemm._replace(init_method=None) for gemm in mlp.gemms)
-        for index, name in enumerate(("fc1", "fc2")):
-            weight, bias = getattr(mlp, f"{name}_weight"), getattr(mlp, f"{name}_bias")
+        for index, (weight, bias) in enumerate(mlp._layers()):
             original = layers[0][-1 if index else 0]
             weight.requires_grad_(original.weight.requires_grad)
             if bias is not None:
