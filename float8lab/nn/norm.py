@@ -176,15 +176,12 @@ def convert_norms(model: nn.Module) -> dict[str, str | None]:
     {'0': None, '1': "eps None means one by the input's dtype"}
     """
     arguments.check_module("model", model)
-    norms = {
-        name: norm
-        for name, norm in model.named_modules()
-        if isinstance(norm, (nn.LayerNorm, nn.RMSNorm)) and not isinstance(norm, _Norm)
-    }
-    obstacles = {name: _obstacle(norm) for name, norm in norms.items()}
-    for name, obstacle in obstacles.items():
-        if obstacle is None:
-            _convert(norms[name])
+    obstacles: dict[str, str | None] = {}
+    for name, norm in model.named_modules():
+        if isinstance(norm, (nn.LayerNorm, nn.RMSNorm)) and not isinstance(norm, _Norm):
+            obstacles[name] = _obstacle(norm)
+            if obstacles[name] is None:
+                _convert(norm)
     return obstacles
 
 
