@@ -92,7 +92,8 @@ class _GroupReduceScatter(ReduceScatter):
         chunks = input_tensor.view(size, K)
         residual = None if self.residual is None else self.residual.of(chunks)
         sent = chunks if residual is None else chunks.float() + residual
-        data, scale = (x.view(size, -1) for x in quantize(_blocks(sent), _SPEC, align=1).rowwise)
+        blocks = in_blocks(sent, _SPEC.block).flatten(0, 2)  # zeros pad the last one of each chunk
+        data, scale = (x.view(size, -1) for x in quantize(blocks, _SPEC, align=1).rowwise)
         if residual is not None:
             error = sent.sub_(_decoded(data, scale)[:, :K])
             # If a gradient is not finite, the step is void, and so is the error of its casts.
@@ -102,11 +103,6 @@ class _GroupReduceScatter(ReduceScatter):
             chunks[i].float() if i == rank else _decoded(data[i], scale[i])[:K] for i in range(size)
         )
         torch.mul(functools.reduce(torch.add, terms), factor, out=output_tensor)
-
-
-def _blocks(chunks: Tensor) -> Tensor:
-    """Cut ``[R, K]`` into blocks ``[R * ceil(K / 128), 128]``; zeros pad the last of each chunk."""
-    return in_blocks(chunks, (1, _BLOCK)).flatten(0, 2)
 
 
 def _decoded(data: Tensor, scale: Tensor) -> Tensor:
