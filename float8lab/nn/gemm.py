@@ -767,10 +767,7 @@ def _wgrad(
         operand = Operand(x.data, x.scale.float())
     elif operand is None:
         operand = _cast_input(x, wgrad.right, float(plan.epsilon), offsets)
-    if isinstance(dy, TokenShard):
-        dy = dy.gather()
-    if isinstance(operand, TokenShard):
-        operand = operand.gather()
+    dy, operand = (x.gather() if isinstance(x, TokenShard) else x for x in (dy, operand))
     if watching is not None:
         show_gemm("wgrad", watching, dy, operand)
     return comm.mm_of_gathered(dy, operand, GemmTask(wgrad, shape, x.dtype, offsets))
