@@ -282,11 +282,10 @@ def keeps_fp8_data(weight: Tensor, call: Call) -> bool:
     microbatches. The cast of a weight that is stored for another recipe is kept in a graph, and
     where ranks share the scale.
     """
-    in_graph = call.in_graph
-    is_kept = not in_graph and call.first_microbatch is not None
     if not isinstance(weight, Float8Tensor):
-        return is_kept
-    return is_kept or in_graph or call.cast_parallel is not None or stored_as(weight, call.plan.w)
+        return not call.in_graph and call.first_microbatch is not None
+    is_kept = call.in_graph or call.first_microbatch is not None or call.cast_parallel is not None
+    return is_kept or stored_as(weight, call.plan.w)
 
 
 def note_weight(weight: Tensor, quantized: Quantized, call: Call) -> None:
