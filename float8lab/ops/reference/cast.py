@@ -74,20 +74,19 @@ def cast(
         prologue. For groups and batches see ``cast_groups`` and ``cast_batch``.
     """
     x = value_of(prologue, inputs, dtype) if prologue else inputs[0]
+    options = (fp8_dtype, tuple(block), rule, eps)
     if offs is not None:
-        groups = (fp8_dtype, tuple(block), rule, eps)
-        return cast_groups(x, offs, groups, rowwise, columnwise, dbias, given, slot)
+        return cast_groups(x, offs, options, rowwise, columnwise, dbias, given, slot)
     if x.ndim == 3:
-        return cast_batch(x, (fp8_dtype, tuple(block), rule, eps), rowwise, columnwise, given, slot)
+        return cast_batch(x, options, rowwise, columnwise, given, slot)
     if slot is not None and x.numel():
         slot.copy_(torch.maximum(slot, x.abs().max().float()))
     sums = x.float().sum(0) if dbias else None
-    options = (fp8_dtype, block, rule, eps, align)
-    q, scale, amaxes = quantize(x if rowwise else x.t(), *options, given)
+    q, scale, amaxes = quantize(x if rowwise else x.t(), *options, align, given)
     if rowwise and columnwise:
         if block[0] != block[1] and scale is not None:
             matrix_amax = given if rule in TENSOR_SCALE_RULES else None
-            q_t, scale_t, _ = quantize(x.t(), *options, matrix_amax)
+            q_t, scale_t, _ = quantize(x.t(), *options, align, matrix_amax)
         else:
             q_t, scale_t = _transposed(q), None if scale is None else _transposed(scale)
         return CastResults(q, scale, None, q_t, scale_t, sums)
