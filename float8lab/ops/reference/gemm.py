@@ -48,15 +48,14 @@ def scaled_mm(
     for index, (start, end, start_t) in enumerate(bounds_of(offs)):
         if end == start:
             continue
+        rows = columns = slice(start, end)
         if contracts:
-            columns = slice(start, end)
             if a_scale is not None:
                 columns = slice(start_t, start_t + round_up(end - start, SPAN))
             left = a[:, columns], _scales_of_columns(a_scale, a_block, index, columns), a_block
             right = b[:, columns], _scales_of_columns(b_scale, b_block, index, columns), b_block
             out[index] = _mm(left, right, None, out_dtype)
         else:
-            rows = slice(start, end)
             left = a[rows], _scales_of_rows(a_scale, index, rows), a_block
             right = b[index], None if b_scale is None else b_scale[index], b_block
             out[rows] = _mm(left, right, None if bias is None else bias[index], out_dtype)
