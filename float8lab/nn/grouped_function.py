@@ -23,9 +23,9 @@ from float8lab.tensor import differentiation
 
 __all__ = ["GroupedFunction", "calibrate_experts"]
 
-_RECIPE = Float8CurrentScaling(override_linear_precision=(True, True, True))
-_IN_HIGH_PRECISION = call_under(_RECIPE), call_under(_RECIPE)  # in eager mode, in a graph
-_IN_HIGH_PRECISION[1].in_graph = True
+_HIGH_PRECISION = Float8CurrentScaling(override_linear_precision=(True, True, True))
+_EAGER_CALL, _CALL_IN_GRAPH = call_under(_HIGH_PRECISION), call_under(_HIGH_PRECISION)
+_CALL_IN_GRAPH.in_graph = True
 
 
 class GroupedFunction(differentiation.Float8Function):
@@ -53,7 +53,7 @@ class GroupedFunction(differentiation.Float8Function):
         save_memory: bool = False, count: int = 0, *parameters: Tensor,
     ) -> Tensor:  # fmt: skip
         offsets = Offsets(offs, None) if call is None else Offsets.of(offs, x.shape[0])
-        call = call or _IN_HIGH_PRECISION[is_traced()]
+        call = call or (_CALL_IN_GRAPH if is_traced() else _EAGER_CALL)
         ctx.counts = count, len(parameters) - count
         y, saved = forward(
             x, weight, bias, call, needs=_join_needs(ctx.needs_input_grad, ctx.counts)[:2],
