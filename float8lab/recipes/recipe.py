@@ -259,8 +259,9 @@ def _make(kind: type[Recipe], values: dict[str, Any]) -> Recipe:
 def _show(value: Any) -> str:
     if isinstance(value, Format):
         return f"Format.{value.name}"
+    if isinstance(value, functools.partial):
+        return f"partial({_show(value.func)}, {value.args}, {value.keywords})"
     if callable(value):  # its repr may have its address, which is another in each process
-        value = getattr(value, "func", value)  # of a functools.partial
         return getattr(value, "__qualname__", type(value).__qualname__)
     return repr(value)
 

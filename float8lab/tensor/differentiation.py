@@ -115,8 +115,7 @@ def once_differentiable(backward: Callable[..., Result]) -> Callable[..., Result
 
     @functools.wraps(backward)
     def wrapper(ctx: AutogradContext, *gradients: object) -> Result:
-        # A compiled backward is not differentiated.
-        if torch.compiler.is_compiling() and is_traced():
+        if torch.compiler.is_compiling() and is_traced():  # nothing differentiates its backward
             with torch.no_grad():
                 return backward(ctx, *gradients)
         is_batched = torch._C._dispatch_tls_is_dispatch_key_included(_VMAP)

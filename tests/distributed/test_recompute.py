@@ -16,7 +16,7 @@ from float8lab.ops import cast_op
 from float8lab.recipes.recording import CHECKPOINTS
 from float8lab.recipes.region import STATE, in_backward
 from float8lab.tensor import operands as operands_module
-from tests.nn.models import DELAYED, RECIPES
+from tests.nn.models import DELAYED, RECIPES, each_recipe
 
 TORCH_CHECKPOINT = torch.utils.checkpoint.checkpoint
 each_mode = pytest.mark.parametrize(
@@ -178,9 +178,7 @@ CHECKPOINT_FUNCTIONS = {
 
 # From torch's reentrant checkpoint of the second module, if the outer forward has no gradients.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize(
-    "recipe", [recipes.DelayedScaling(), recipes.Float8CurrentScaling()], ids=["delayed", "current"]
-)
+@each_recipe
 @pytest.mark.parametrize("outer", ["reentrant", "non", "torch-non"])
 @pytest.mark.parametrize("inner", CHECKPOINT_FUNCTIONS)
 def test_nested_checkpoints_change_nothing(recipe, outer, inner):

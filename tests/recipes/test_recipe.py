@@ -140,9 +140,9 @@ def test_repr_shows_the_name_of_callables():
         "DelayedScaling(amax_compute_algo=max)"
     )
     # No address, which would differ in the process that loads a ScalingState.
-    partial = functools.partial(max, 1)
+    partial = functools.partial(max, 1, default=2)
     assert repr(recipes.DelayedScaling(amax_compute_algo=partial)) == (
-        "DelayedScaling(amax_compute_algo=max)"
+        "DelayedScaling(amax_compute_algo=partial(max, (1,), {'default': 2}))"
     )
 
 
