@@ -131,12 +131,10 @@ def test_compiled_steps_equal_eager(name, recipe, device):
     ("name", "checkpoint_with"),
     [
         pytest.param(name, checkpoint_with, marks=[pytest.mark.slow] * (checkpoint_with != quick))
-        for name, quick in (
-            ("mlp", "torch"), ("mlp-checkpoint", "torch"), ("attention", "float8lab"),
-        )
+        for name, quick in (("mlp", ""), ("mlp-checkpoint", "torch"), ("attention", "float8lab"))
         for checkpoint_with in ("torch", "float8lab")
     ],
-)  # fmt: skip
+)
 def test_compiled_checkpoints_under_delayed_scaling_equal_eager(name, checkpoint_with):
     recipe = RECIPES["delayed-dpa"]
     eager = CalledTwice(name, checkpoint_with)

@@ -430,7 +430,7 @@ COMPILED: dict[str, tuple[Subject, dict[str, Any], tuple[str, ...], tuple[str, .
     "grouped": (SPLITS_TENSOR, {}, ("high",), ()),
     "grouped-single": (EXPERTS["grouped-single"], {}, ("delayed", "block"), ()),
     "experts": (EXPERTS["experts"], NO_BIAS, ("delayed", "rowwise"), ()),
-    "attention": (ATTENTIONS["attention"], {}, ("delayed-dpa",), ()),
+    "attention": (ATTENTIONS["attention"], {}, (), ("delayed-dpa",)),
     "cross-attention": (ATTENTIONS["cross-attention"], {}, (), ("current",)),
     "decoder": (ATTENTIONS["decoder"], {}, ("block",), ("delayed",)),
     # Quick tests of the layer's parts cover these.

@@ -17,6 +17,7 @@ import float8lab
 from float8lab.ops import graph_casts
 from float8lab.ops.declare import OPS
 from tests.nn.composition import RECIPES
+from tests.nn.models import with_slow
 
 M, K, N = 64, 96, 160
 
@@ -103,23 +104,27 @@ def data(device="cpu"):
     return model, torch.randn(M, K).to(device, torch.bfloat16).requires_grad_()
 
 
-@pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block", "mx"])
-def test_save_recompute_casts_inputs_in_backward_from_tensors_saved_anyway(name, monkeypatch):
+@functools.cache
+def run_of_mlp(name, save, most, device):
+    """``run_in_graphs`` of the MLP, with weights of up to ``most`` elements cast in batches."""
+    model, x = data(device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph_casts, "_SMALL", most)
+        return run_in_graphs(model, replace(RECIPES[name], save=save), x)
+
+
+@with_slow({"delayed", "current", "block"}, "delayed", "current", "rowwise", "block", "mx")
+def test_save_recompute_casts_inputs_in_backward_from_tensors_saved_anyway(name):
     """Nothing is saved: neither the FP8 data of the inputs nor other tensors in their place."""
-    monkeypatch.setattr(graph_casts, "_SMALL", 0)
-    model, x = data()
-    runs = {
-        save: run_in_graphs(copy.deepcopy(model), replace(RECIPES[name], save=save), x)
-        for save in ("recompute", "auto", "fp8")
-    }
-    results, saved, (forward, backward) = runs["recompute"]
+    saves = ("auto", "fp8") if name == "current" else ("auto",)  # these inputs are not large
+    results, saved, (forward, backward) = run_of_mlp(name, "recompute", 0, "cpu")
     inputs = 3 if name == "delayed" else 2  # under it, each layer has a scale for the shared input
     assert fp8_sizes(saved) == []
     assert (True, True) not in forward
     input_casts, weight_casts = inputs, 3
     assert backward.count((False, True)) == input_casts + weight_casts
-    for save in ("auto", "fp8"):  # these inputs are not large
-        expected, all_saved, (forward, backward) = runs[save]
+    for save in saves:
+        expected, all_saved, (forward, backward) = run_of_mlp(name, save, 0, "cpu")
         assert len(fp8_sizes(all_saved)) == forward.count((True, True)) == inputs
         assert backward.count((False, True)) == weight_casts
         large = [sum(n for _, n in tensors if n >= M * K) for tensors in (saved, all_saved)]
@@ -127,7 +132,7 @@ def test_save_recompute_casts_inputs_in_backward_from_tensors_saved_anyway(name,
         assert all(torch.equal(results[key], expected[key]) for key in results)
 
 
-@pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "block"])
+@with_slow({"delayed", "current"}, "delayed", "current", "rowwise", "block")
 def test_an_input_of_the_graph_is_cast_once_in_both_orientations(name):
     """One op reads the input once, even if ``save`` asks for less: FP8 data need least memory."""
     _, x = data()
@@ -156,16 +161,14 @@ def test_code_of_inductor_saves_no_fp8_data_under_save_recompute(name, device):
     assert_gradients_agree(runs["recompute"][0], runs["fp8"][0])
 
 
-@pytest.mark.parametrize("name", ["current", "rowwise", "block", "mx", "delayed"])
-def test_small_weights_of_the_same_shape_are_cast_as_a_batch(name, monkeypatch, device):
+@with_slow({"delayed", "current", "block"}, "current", "rowwise", "block", "mx", "delayed")
+def test_small_weights_of_the_same_shape_are_cast_as_a_batch(name, device):
     """The batch has the bytes of separate casts; casts that it cannot do stay as they are."""
-    model, x = data(device)
-    runs = []
-    for most in (0, K * N - 1, K * N):
-        monkeypatch.setattr(graph_casts, "_SMALL", most)
-        runs.append(run_in_graphs(copy.deepcopy(model), RECIPES[name], x))
-    (expected, saved, separate), (*_, unchanged), (results, saved_with_batch, graphs) = runs
-    assert unchanged == separate
+    expected, saved, separate = run_of_mlp(name, "auto", 0, str(device))
+    results, saved_with_batch, graphs = run_of_mlp(name, "auto", K * N, str(device))
+    if name == "current":
+        *_, unchanged = run_of_mlp(name, "auto", K * N - 1, str(device))
+        assert unchanged == separate
     assert all(torch.equal(results[key], expected[key]) for key in expected)
     assert fp8_sizes(saved_with_batch) == fp8_sizes(saved)
     in_forward = name in ("current", "rowwise", "block")
