@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
@@ -308,7 +308,7 @@ def _may_be_fsdp_alone(outer: Sequence[Placement]) -> bool:
     return len(outer) <= 1 and all(p.is_replicate() for p in outer)
 
 
-def sharded_by_fsdp(modules: Sequence[nn.Module]) -> set[nn.Module]:
+def sharded_by_fsdp(modules: Collection[nn.Module]) -> set[nn.Module]:
     """Return the modules whose parameters FSDP2 shards, and gathers before they run.
 
     FSDP2 gives a module passed to ``fully_shard`` another class, which has ``unshard``, and sets an

@@ -33,7 +33,7 @@ from float8lab.integrations.checkpoint.weights import GemmWeight, gemm_weights, 
 from float8lab.nn.convert import convert_to_float8
 from float8lab.nn.convert.other_experts import routers
 from float8lab.nn.convert.report import conversion_report, explain_layer
-from float8lab.nn.convert.walk import has_recipe, walk_model
+from float8lab.nn.convert.walk import recipes_of, walk_model
 from float8lab.nn.precision import Precision, W, X, precisions
 from float8lab.recipes.recipe import ALL, DelayedScaling, Float8CurrentScaling, Recipe
 from float8lab.tensor import Float4Tensor, Float8Tensor
@@ -533,10 +533,10 @@ def _fits(weight: GemmWeight, by_name: Mapping[str, Item], recipe: Recipe) -> bo
 def _say_what_stays(model: nn.Module, chosen: Container[str]) -> None:
     """Explain in the conversion report why layers without a recipe stay in high precision."""
     walk = walk_model(model)
-    choosing = routers(walk.named_modules)
+    choosing = routers(walk.modules)
     for candidate in walk.candidates:
         layer = candidate.layer
-        if candidate.name in chosen or has_recipe(layer):
+        if candidate.name in chosen or recipes_of(layer):
             continue
         kinds = set(map(type, layer.parameters(recurse=False)))
         note = "in high precision in the checkpoint"

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from float8lab.nn.convert.first_call import CallHooks
-from float8lab.nn.precision import named_precisions, precisions
+from float8lab.nn.convert.walk import recipes_of
+from float8lab.nn.precision import named_precisions
 from float8lab.ops.declare import is_traced
 from float8lab.recipes.recipe import Recipe
 from float8lab.recipes.region import STATE, Region, in_backward
@@ -76,9 +77,7 @@ def make_region_of_calls(model: nn.Module, modules: Iterable[nn.Module]) -> None
 
     ``modules`` are all modules of the model.
     """
-    states = (precision for module in modules for _, precision in precisions(module))
-    distinct = dict.fromkeys(state.recipe for state in states if state.recipe is not None)
-    recipes = tuple(recipe for recipe in distinct if recipe.linear.delayed)
+    recipes = tuple(dict.fromkeys(r for m in modules for r in recipes_of(m) if r.linear.delayed))
     for hook in model._forward_pre_hooks.values():
         if isinstance(owner := getattr(hook, "__self__", None), CallRegion):
             owner.recipes, owner._prepared = recipes, False  # layers may have changed

@@ -34,7 +34,7 @@ from float8lab.nn.convert.plan import (
 )
 from float8lab.nn.convert.report import forget_conversion, remember_conversion, report_of_walk
 from float8lab.nn.convert.swap import class_of, plain_class, run_layers_of_encoders, set_recipe
-from float8lab.nn.convert.walk import ModelWalk, ParameterUsers, has_recipe, users_of, walk_model
+from float8lab.nn.convert.walk import ModelWalk, ParameterUsers, recipes_of, users_of, walk_model
 from float8lab.nn.convert.wrapped_forward import rebind_forward
 from float8lab.nn.layer import GemmModule
 from float8lab.nn.linear import Linear
@@ -142,7 +142,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
     notes_of_layers = [
         (p.candidate.layer, p.note)
         for p in plan.layers
-        if p.recipe is not None or not has_recipe(p.candidate.layer)
+        if p.recipe is not None or not recipes_of(p.candidate.layer)
     ]
     remember_conversion(model, walk, plan.unmatched, notes, notes_of_layers)
     if not layers and not plan.runs_fp8_attention():

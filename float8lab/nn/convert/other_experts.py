@@ -7,7 +7,7 @@ parameters stay unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
@@ -88,15 +88,15 @@ def _number_of_experts(module: nn.Module) -> int | None:
     return next(iter(counts or (p.shape[0] for p in module.parameters() if p.ndim == 3)), None)
 
 
-def routers(named_modules: Iterable[tuple[str, nn.Module]]) -> set[nn.Module]:
-    """Return the modules of a model that choose experts, and the modules below them.
+def routers(names: Mapping[nn.Module, Iterable[str]]) -> set[nn.Module]:
+    """Return the modules that choose experts and the modules below them, by a model's names.
 
     They are called ``router``, or ``gate`` if the parent also has ``experts``. Such a gate has a
     score for each expert, and in some models (Zaya's) also a score for "no expert".
     """
     modules: set[nn.Module] = set()
-    for name, module in named_modules:
-        if name.rpartition(".")[2] == "router":
+    for module in names:
+        if any(name.rpartition(".")[2] == "router" for name in names[module]):
             modules.update(module.modules())
         gate, experts = (module._modules.get(key) for key in ("gate", "experts"))
         if gate is None or experts is None:

@@ -18,11 +18,11 @@ from float8lab.formats import FP8_DTYPES, HIGH_PRECISION_DTYPES, Spec
 from float8lab.nn.attention.dot_product import DotProductAttention
 from float8lab.nn.attention.fp8 import asks_for_fp8_attention
 from float8lab.nn.casts import recast
-from float8lab.nn.convert.names import ADAPTERS, matches
+from float8lab.nn.convert.names import ADAPTERS
 from float8lab.nn.convert.other_experts import routers
 from float8lab.nn.convert.other_linear import OtherLinear
 from float8lab.nn.convert.report import emulated_gemms
-from float8lab.nn.convert.walk import Candidate, ModelWalk, has_recipe, matrix_shapes
+from float8lab.nn.convert.walk import Candidate, ModelWalk, matrix_shapes, recipes_of
 from float8lab.nn.convert.wrapped_forward import wrapped_forward
 from float8lab.nn.expert_mlp import ExpertMLP, ExpertsBase
 from float8lab.nn.grouped_linear import GroupedLinear
@@ -116,38 +116,31 @@ class ConversionOptions(NamedTuple):
     exclude: Sequence[str]
     overrides: Mapping[str, _Choice | None]
 
-    def for_layer(self, module: nn.Module, name: str) -> LayerOptions:
+    def for_layer(self, candidate: Candidate) -> LayerOptions:
         """Return the options that apply to a module, after a call of ``filter_fn``."""
-        overrides = [pattern for pattern in self.overrides if matches(name, pattern)]
-        exclusion = next((f"excluded by {p!r}" for p in self.exclude if matches(name, p)), None)
-        if exclusion is None and self.filter_fn is not None and not self.filter_fn(module, name):
-            exclusion = "left out by filter_fn"
+        overrides = [*filter(candidate.is_called, self.overrides)]
+        reasons = [f"excluded by {p!r}" for p in self.exclude if candidate.is_called(p)]
+        layer, filter_fn = candidate.layer, self.filter_fn
+        if not (reasons or filter_fn is None or filter_fn(layer, candidate.name)):
+            reasons = ["left out by filter_fn"]
         choice = self.overrides[overrides[-1]] if overrides else self.base
-        return LayerOptions(exclusion, choice, bool(overrides))
+        return LayerOptions(next(iter(reasons), None), choice, bool(overrides))
 
 
 def plan_conversion(walk: ModelWalk, options: ConversionOptions) -> ConversionPlan:
     """Decide what becomes of every candidate and attention module of a model."""
-    router_modules = routers(walk.named_modules)
+    router_modules = routers(walk.modules)
     sharded = shards.sharded_by_fsdp(walk.modules)
     plans = []
     for candidate in walk.candidates:
-        layer, layer_options = candidate.layer, options.for_layer(candidate.layer, candidate.name)
+        layer = candidate.layer
         flags = {"is_router": layer in router_modules, "sharded": layer in sharded}
-        plans.append(_plan_layer(candidate, layer_options, **flags))
+        plans.append(_plan_layer(candidate, options.for_layer(candidate), **flags))
     layers, predictions = _choose_recipes(plans)
-    layers = _follow_attention(layers)
-    attention = [
-        _plan_attention(Candidate(name, module), options.for_layer(module, name))
-        for name, module in walk.attention
-    ]
-    names = [plan.candidate.name for plan in (*layers, *attention)]
-    unmatched = tuple(
-        pattern
-        for pattern in (*options.exclude, *options.overrides)
-        if not any(matches(name, pattern) for name in names)
-    )
-    return ConversionPlan(layers, attention, predictions, unmatched)
+    attention = [_plan_attention(c, options.for_layer(c)) for c in walk.attention]
+    candidates, patterns = walk.candidates + walk.attention, (*options.exclude, *options.overrides)
+    unmatched = tuple(p for p in patterns if not any(c.is_called(p) for c in candidates))
+    return ConversionPlan(_follow_attention(layers), attention, predictions, unmatched)
 
 
 def _plan_layer(
@@ -196,7 +189,7 @@ def _follow_attention(plans: Sequence[LayerPlan]) -> list[LayerPlan]:
     note = "its weight is used by torch.nn.MultiheadAttention directly"
     calls = {
         id(plan.candidate.layer.out_proj): plan.recipe is not None
-        or (not plan.stays and has_recipe(plan.candidate.layer))
+        or (not plan.stays and recipes_of(plan.candidate.layer) != [])
         for plan in plans
         if isinstance(plan.candidate.layer, nn.MultiheadAttention)
     }
@@ -341,10 +334,10 @@ def lines_about_recasts(plans: Sequence[LayerPlan]) -> list[str]:
     """Return lines about weights whose stored FP8 format is not that of their layers' recipes."""
     lines = []
     for plan in plans:
-        (name, layer, *_), recipe = plan.candidate, plan.recipe
+        layer, recipe = plan.candidate.layer, plan.recipe
         if recipe is None or not (recipe.linear.fprop or recipe.linear.dgrad):
             continue
         spec = recipe.linear.w.transpose() if isinstance(layer, OtherLinear) else recipe.linear.w
         texts = filter(None, (recast(p, spec) for p in layer.parameters(recurse=False)))
-        lines += [f"  {name or '(model)'}: its weight is {text}" for text in texts]
+        lines += [f"  {plan.candidate.name or '(model)'}: its weight is {text}" for text in texts]
     return lines

@@ -24,9 +24,9 @@ from float8lab.nn.convert.walk import (
     ModelWalk,
     is_unseen,
     matrix_shapes,
+    recipes_of,
     walk_model,
 )
-from float8lab.nn.precision import precisions
 from float8lab.ops.gemm import may_multiply
 from float8lab.recipes.recipe import LinearPlan, Recipe
 from float8lab.tables import aligned, html_table
@@ -191,7 +191,7 @@ def was_converted(model: nn.Module) -> bool:
 
 def _report_layer(candidate: Candidate) -> LayerReport:
     layer = candidate.layer
-    recipe = next((p.recipe for _, p in precisions(layer) if p.recipe is not None), None)
+    recipe = next(iter(recipes_of(layer)), None)
     note = vars(layer).get(_NOTE, "not converted" if recipe is None else repr(recipe))
     if unseen := is_unseen(layer):
         note = f"{note}, but its forward did not run: its parent reads its weight"
@@ -215,13 +215,11 @@ def _emulation_notes(walk: ModelWalk) -> list[str]:
     """Return notes on recipes whose GEMMs the layers' device must run in high precision."""
     notes: dict[Recipe, str] = {}
     for candidate in walk.candidates:
-        for _, precision in precisions(candidate.layer):
-            if precision.recipe is None:
-                continue
+        for recipe in recipes_of(candidate.layer):
             device = next(candidate.layer.parameters()).device
-            if gemms := emulated_gemms(precision.recipe.linear, device):
-                notes[precision.recipe] = (
-                    f"{precision.recipe}: {device} has no FP8 GEMM for {', '.join(gemms)}; "
+            if gemms := emulated_gemms(recipe.linear, device):
+                notes[recipe] = (
+                    f"{recipe}: {device} has no FP8 GEMM for {', '.join(gemms)}; "
                     "they run in high precision"
                 )
     return list(notes.values())
@@ -243,10 +241,10 @@ def emulated_gemms(plan: LinearPlan, device: torch.device) -> list[str]:
 def _attention_notes(walk: ModelWalk) -> list[str]:
     """Return notes on whether attention runs in FP8 where recipes ask for it."""
     asking = [
-        (module, precision.recipe)
+        (module, recipe)
         for module in walk.modules
-        for _, precision in precisions(module)
-        if precision.recipe is not None and asks_for_fp8_attention(precision.recipe)
+        for recipe in recipes_of(module)
+        if asks_for_fp8_attention(recipe)
     ]
     if count := sum(isinstance(module, DotProductAttention) for module, _ in asking):
         return [f"{count} of {len(walk.attention)} attention modules in FP8"]

@@ -19,7 +19,7 @@ from float8lab.nn.convert.other_experts import OtherExperts
 from float8lab.nn.convert.other_linear import OtherLinear, known_linear, load_float8_class
 from float8lab.nn.convert.plan import CONVERTED, LayerPlan
 from float8lab.nn.convert.torch_attention import Float8TorchAttention
-from float8lab.nn.convert.walk import has_recipe
+from float8lab.nn.convert.walk import recipes_of
 from float8lab.nn.convert.wrapped_forward import rebind_forward
 from float8lab.nn.layer import describe_fp8
 from float8lab.nn.linear import Linear
@@ -44,7 +44,7 @@ def set_recipe(plan: LayerPlan) -> None:
 
 def _change_class(plan: LayerPlan) -> None:
     """Change the class of a layer to an FP8 class; the layer has no recipe yet."""
-    name, layer, _, experts, _ = plan.candidate
+    (name, *_), layer, _, experts, _ = plan.candidate
     layer.__class__ = class_of(layer, functools.partial(_float8_class, experts=experts))
     rebind_forward(layer)
     if experts is None:
@@ -144,7 +144,7 @@ def run_layers_of_encoders(modules: Iterable[nn.Module]) -> None:
         state = vars(module)
         blocks = [m for m in module.modules() if isinstance(m, nn.TransformerEncoderLayer)]
         layers = (m for b in blocks for m in (b.linear1, b.linear2, *b.self_attn.modules()))
-        if any(map(has_recipe, layers)):
+        if any(map(recipes_of, layers)):
             state.setdefault(_FAST_PATH, state[attribute])
             state[attribute] = 0
         elif _FAST_PATH in state:

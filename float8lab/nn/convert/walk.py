@@ -16,14 +16,16 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
 from float8lab.nn.attention.dot_product import DotProductAttention
+from float8lab.nn.convert.names import matches
 from float8lab.nn.convert.other_experts import OtherExperts, experts_class
 from float8lab.nn.convert.other_linear import known_linear, load_float8_class
 from float8lab.nn.layer import GemmModule
 from float8lab.nn.precision import precisions
+from float8lab.recipes.recipe import Recipe
 
 __all__ = [
-    "UNSEEN", "Candidate", "ModelWalk", "ParameterUsers", "has_recipe", "is_unseen",
-    "matrix_shapes", "users_of", "walk_model",
+    "UNSEEN", "Candidate", "ModelWalk", "ParameterUsers", "is_unseen", "matrix_shapes",
+    "recipes_of", "users_of", "walk_model",
 ]  # fmt: skip
 
 ParameterUsers = dict[int, list[tuple[nn.Module, str]]]
@@ -33,7 +35,8 @@ ParameterUsers = dict[int, list[tuple[nn.Module, str]]]
 class Candidate(NamedTuple):
     """A module that multiplies by a matrix of parameters, and its kind."""
 
-    name: str
+    names: tuple[str, ...]
+    """Its names in the model: several if several modules contain it."""
     layer: Any
     linear_class: Any = None
     """The class of linear layers, of torch or registered, from which the module derives."""
@@ -42,43 +45,50 @@ class Candidate(NamedTuple):
     matrices: tuple[str, ...] = ()
     """The names of the matrices of a module of unknown kind, which seems to multiply by them."""
 
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    def is_called(self, pattern: str) -> bool:
+        """Whether one of its names matches a pattern."""
+        return any(matches(name, pattern) for name in self.names)
+
 
 class ModelWalk(NamedTuple):
     """The modules of a model, and those of them that matter for a conversion."""
 
-    named_modules: list[tuple[str, nn.Module]]
+    modules: dict[nn.Module, tuple[str, ...]]
+    """All modules in the model's order, with their names."""
     candidates: list[Candidate]
-    attention: list[tuple[str, DotProductAttention]]
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """All modules without their names."""
-        return [module for _, module in self.named_modules]
+    attention: list[Candidate]
 
 
 def walk_model(model: nn.Module) -> ModelWalk:
     """Visit each module of a model once, and find out once what each class is."""
-    named_modules = list(model.named_modules())
-    linear_class = {cls: known_linear(cls) for cls in {type(m) for _, m in named_modules}}
-    candidates = (_as_candidate(name, m, linear_class[type(m)]) for name, m in named_modules)
-    attention = [(name, m) for name, m in named_modules if isinstance(m, DotProductAttention)]
-    return ModelWalk(named_modules, [*filter(None, candidates)], attention)
+    modules: dict[nn.Module, tuple[str, ...]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        modules[module] = (*modules.get(module, ()), name)
+    linear_class = {cls: known_linear(cls) for cls in set(map(type, modules))}
+    named = [Candidate(names, m, linear_class[type(m)]) for m, names in modules.items()]
+    attention = [c for c in named if isinstance(c.layer, DotProductAttention)]
+    return ModelWalk(modules, [*filter(None, map(_as_candidate, named))], attention)
 
 
 _NO_MATRICES = nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, ParametrizationList
 """Modules without GEMMs whose parameters may have the shape of a linear layer's weight."""
 
 
-def _as_candidate(name: str, module: nn.Module, linear_class: type | None) -> Candidate | None:
-    """Return a module as a candidate, or None; ``linear_class`` is that of its own class."""
-    has_no_plain_class = isinstance(module, GemmModule) and not isinstance(module, nn.Linear)
-    if linear_class is not None or has_no_plain_class:
-        return Candidate(name, module, linear_class)
+def _as_candidate(named: Candidate) -> Candidate | None:
+    """Return a candidate of the right kind for a module whose ``linear_class`` is set, or None."""
+    module = named.layer
+    if named.linear_class is not None or isinstance(module, GemmModule):
+        return named
     if (experts := experts_class(module)) is not None:
-        return Candidate(name, module, experts_class=experts)
+        return named._replace(experts_class=experts)
     if isinstance(module, _ConvNd):  # a kernel of a single position is a matrix
         is_matrix = set(module.kernel_size) == {1} and module.groups == 1
-        return Candidate(name, module, matrices=("weight",)) if is_matrix else None
+        return named._replace(matrices=("weight",)) if is_matrix else None
     # Stacked experts have three dimensions. A router's parameter with two dimensions has "weight"
     # in its name, unlike a table of positions.
     matrices = tuple(
@@ -91,7 +101,7 @@ def _as_candidate(name: str, module: nn.Module, linear_class: type | None) -> Ca
     )
     if not matrices or isinstance(module, _NO_MATRICES):
         return None
-    return Candidate(name, module, matrices=matrices)
+    return named._replace(matrices=matrices)
 
 
 def matrix_shapes(candidate: Candidate) -> list[tuple[int, ...]]:
@@ -113,9 +123,9 @@ def matrix_shapes(candidate: Candidate) -> list[tuple[int, ...]]:
     return [tuple(load_float8_class(candidate.linear_class).matrix(layer).shape)]
 
 
-def has_recipe(layer: nn.Module) -> bool:
-    """Whether a layer has its own recipe to run in FP8."""
-    return any(precision.recipe is not None for _, precision in precisions(layer))
+def recipes_of(layer: nn.Module) -> list[Recipe]:
+    """Return a layer's own recipes, with which its GEMMs run in FP8."""
+    return [p.recipe for _, p in precisions(layer) if p.recipe is not None]
 
 
 UNSEEN = "_float8_unseen"

@@ -413,6 +413,17 @@ def test_exclude_matches_components_of_names_or_globs(pattern, expected):
     assert report.unmatched == (() if expected else (pattern,))
 
 
+@pytest.mark.parametrize("option", ["exclude", "overrides"])
+@pytest.mark.parametrize("pattern", ["first", "second", "second.0", "*.1.0"])
+def test_a_shared_layer_is_matched_by_each_of_its_names(pattern, option):
+    model = nn.ModuleDict({"first": nn.Sequential(nn.Linear(8, 8)), "last": nn.Linear(8, 8)})
+    model["second"] = model["first"]
+    model["more"] = nn.ModuleList([nn.Identity(), model["first"]])
+    report = report_of(model, strict=True, **{option: {pattern: None}})
+    assert [layer.name for layer in report.skipped] == ["first.0"]
+    assert converted_names(report) == ["last"]
+
+
 def test_filter_fn_is_called_with_layer_and_name():
     model = Model()
     calls = []
