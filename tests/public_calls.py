@@ -463,7 +463,12 @@ def _method_calls() -> dict[str, Callable[[str], Call]]:
         ),
         "InferenceParams.swap_key_value_dict": _call(
             _constant(batch_indices=[1, 0]), owner=lambda folder: _cache(),
-            wrong={"batch_indices": ([0, 5], [0.5, 1.0], torch.zeros(1, 1).long(), [-1], [0] * 3)},
+            wrong={
+                "batch_indices": (
+                    [0, 5], [0.5, 1.0], torch.zeros(1, 1).long(), [-1], [0] * 3, {0: 1, 1: 0},
+                    {0, 1}, b"10",
+                ),
+            },
         ),
         "InferenceParams.append": _call(
             _constant(layer_number=1, k=keys, v=keys), owner=lambda folder: _cache(),

@@ -56,8 +56,8 @@ class InferenceParams:
             ``torch.float8_e5m2`` stores them in FP8, each head vector of each token with its own
             scale: 1 + 4 / D bytes an element, rounded to within 1/16 (e5m2: 1/8) of each value or
             2^-18 (2^-32) of the head vector's largest value, whichever is more.
-        is_paged: keep sequences in pages.
-        page_size: number of positions of a page.
+        is_paged: keep sequences in pages. Otherwise the next two arguments have no effect.
+        page_size: number of positions of a page; None is 128.
         total_num_pages: number of pages of a layer; None is enough for all rows at full length.
         num_heads_kv: heads of keys and values; if given, the layers must have as many.
         head_dim_k: the same for the head size of keys.
@@ -88,7 +88,7 @@ class InferenceParams:
         *,
         cache_dtype: torch.dtype | None = None,
         is_paged: bool = False,
-        page_size: int = 128,
+        page_size: int | None = None,
         total_num_pages: int | None = None,
         num_heads_kv: int | None = None,
         head_dim_k: int | None = None,
@@ -106,8 +106,8 @@ class InferenceParams:
         check_flags(is_paged=is_paged)
         self.cache_dtype = dtype if cache_dtype is None else cache_dtype
         self.is_paged = is_paged
-        self.page_size = check_size("page_size", page_size, minimum=1)
-        most = max_batch_size * -(-max_sequence_length // page_size)
+        self.page_size = check_size("page_size", page_size, minimum=1, optional=True) or 128
+        most = max_batch_size * -(-max_sequence_length // self.page_size)
         check_size("total_num_pages", total_num_pages, minimum=1, optional=True)
         self.total_num_pages = most if total_num_pages is None else total_num_pages
         if not is_paged:
@@ -223,7 +223,8 @@ class InferenceParams:
         """
         rows = batch_indices
         if not isinstance(rows, Tensor):
-            if isinstance(rows, str) or not isinstance(rows, Iterable):
+            unordered = isinstance(rows, (str, bytes, Mapping, set, frozenset))
+            if unordered or not isinstance(rows, Iterable):
                 raise TypeError(
                     f"batch_indices must be a sequence of rows; got {shown(rows)}. Pass a list."
                 )
@@ -328,14 +329,13 @@ class InferenceParams:
                     "pre_step before each call of the model."
                 )
             return end
-        last, first = self.batch_size_offset + rows, self.sequence_len_offset
-        beyond = last > self.max_batch_size or end > self.max_sequence_length
-        if beyond or first < 0 or self.batch_size_offset < 0:
+        last = check_size("batch_size_offset", self.batch_size_offset) + rows
+        if last > self.max_batch_size or end > self.max_sequence_length:
             raise ValueError(
                 f"inference_params must have room for rows {self.batch_size_offset} to {last} and "
-                f"positions {first} to {end}; got max_batch_size={self.max_batch_size} and "
-                f"max_sequence_length={self.max_sequence_length}. Make a larger cache, or reset "
-                "batch_size_offset and sequence_len_offset."
+                f"positions {self.sequence_len_offset} to {end}; got max_batch_size="
+                f"{self.max_batch_size} and max_sequence_length={self.max_sequence_length}. Make a "
+                "larger cache, or reset batch_size_offset and sequence_len_offset."
             )
         self._pages.missing("inference_params", self._step_of_rows(rows, positions))
         return end
@@ -346,5 +346,5 @@ def positions_reached(tokens: int, inference_params: InferenceParams | None) -> 
     if inference_params is None:
         return tokens
     if inference_params.step is None:
-        return inference_params.sequence_len_offset + tokens
+        return check_size("sequence_len_offset", inference_params.sequence_len_offset) + tokens
     return inference_params.step.longest

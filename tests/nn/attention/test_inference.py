@@ -373,9 +373,11 @@ def test_calls_that_do_not_fit_the_cache_are_refused():
         attention(q, k, v, inference_params=InferenceParams(2, 9))
     params = InferenceParams(3, 9)
     for offset in ("batch_size_offset", "sequence_len_offset"):
-        setattr(params, offset, -1)
-        with pytest.raises(ValueError, match=r"rows -1 to 2 and positions (0 to 9|-1 to 8); got"):
-            attention(q, k, v, inference_params=params)
+        for value, error in ((-1, ValueError), (1.5, TypeError), (None, TypeError)):
+            setattr(params, offset, value)
+            with pytest.raises(error, match=f"{offset} must be an integer of at least 0; got"):
+                attention(q, k, v, inference_params=params)
+        setattr(params, offset, 0)
     params = InferenceParams(2, 4)
     with pytest.raises(ValueError, match="at most 2 sequences"):
         params.pre_step({"a": 1, "b": 1, "c": 1})
@@ -397,6 +399,7 @@ def test_calls_that_do_not_fit_the_cache_are_refused():
         )  # fmt: skip
     with pytest.raises(ValueError, match="max_batch_size must be an integer of at least 1; got 0"):
         InferenceParams(0, 4)
+    assert InferenceParams(2, 4, page_size=None).nbytes == 0  # Transformer Engine's default
     with pytest.raises(ValueError, match="dtype must be None beside cache_dtype"):
         InferenceParams(2, 4, cache_dtype=torch.float16, dtype=torch.float16)
     params.pre_step({"c": 4})
