@@ -250,6 +250,7 @@ def check_shape(
     name: str, x: torch.Tensor, sizes: Sequence[int | None], advice: str = "Reshape it."
 ) -> None:
     """Check for a tensor of these sizes, one for each dimension; None allows any size."""
+    check_tensor(name, x)
     pairs = zip(x.shape, sizes, strict=False)
     if x.ndim != len(sizes) or any(n is not None and n != size for size, n in pairs):
         shape = str(tuple(sizes)).replace("None", "any")

@@ -232,7 +232,7 @@ def _delayed_scale(x: Tensor, index: int, call: Call, expert: int) -> Tensor | N
     slots = by_recipe.get((call.recipe, STATE.autocast.group))
     scales: list[float | None] = []
     if slots is not None:
-        columns = [*slots.columns_of(index)]
+        columns = slots.columns_of(index)
         with _disable_current_modes():  # read the values and not symbols
             pairs = zip(slots.pack.has_scale()[columns], slots.pack.scale[columns], strict=True)
             scales = [float(scale) if has_scale else None for has_scale, scale in pairs]

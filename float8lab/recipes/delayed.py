@@ -39,7 +39,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
 from float8lab import ops
-from float8lab.arguments import has_data
+from float8lab.arguments import check_shape, has_data
 from float8lab.formats import Spec
 from float8lab.ops import NO_DATA, Groups, Prologue
 from float8lab.ops.grouped import amax_of_batch
@@ -240,18 +240,23 @@ class ScalePack:
 
         Other slots, and slots for which the functions return no usable value, keep ``old``.
         """
+        self.factors.copy_(old)  # a function may raise
         recipe, algo = self.recipe, self.recipe.amax_compute_algo
+        chosen = self.history[0] if algo == "most_recent" else self.history.amax(0)
         if callable(algo):
-            chosen = algo(self.history).float()
-        else:
-            chosen = self.history[0] if algo == "most_recent" else self.history.amax(0)
+            chosen = self._call("amax_compute_algo", self.history)
+        encode = ops.encode_from_amax(chosen, self.fp8_max, power_of_2=recipe.power_of_2_scale)
+        encode = encode * 2.0**-recipe.margin
         if recipe.scaling_factor_compute_algo is not None:
-            encode = recipe.scaling_factor_compute_algo(chosen, old[1], self.fp8_max, recipe)
-        else:
-            encode = ops.encode_from_amax(chosen, self.fp8_max, power_of_2=recipe.power_of_2_scale)
-            encode = encode * 2.0**-recipe.margin
+            encode = self._call("scaling_factor_compute_algo", chosen, old[1], self.fp8_max, recipe)
         usable = due & (chosen > 0) & (chosen < torch.inf) & (encode > 0) & (encode < torch.inf)
         self.factors.copy_(torch.where(usable, torch.stack((1.0 / encode, encode)), old))
+
+    def _call(self, name: str, *arguments: object) -> Tensor:
+        """Call a function of the recipe, which must return a value for each slot."""
+        values = getattr(self.recipe, name)(*arguments)
+        check_shape(f"the result of {name}", values, self.steps.shape, "Return one for each slot.")
+        return values.float()
 
     def forget(self, *, gradients: bool) -> None:
         """Forget what gradients (else forward tensors) recorded since the last update."""
@@ -267,7 +272,7 @@ class ScalePack:
                 continue
             slots.seeded[index] = False
             slots._asked.pop(index, None)
-            columns += slots.columns_of(index)
+            columns += range(self.amax.shape[0])[slots.columns_of(index)]
         if columns:
             self.seeded[columns] = False
             # A slot may have had a scale before, made from the amaxes of other ranks.
@@ -404,22 +409,18 @@ class DelayedSlots:
     def _by_column(self, values: Sequence[Any]) -> list[Any]:
         return [x for x, width in zip(values, self.widths, strict=True) for _ in range(width)]
 
-    def columns_of(self, index: int, experts: range | None = None) -> range:
+    def columns_of(self, index: int, experts: range | None = None) -> slice:
         """Return the pack's columns for a tensor, or for the given ``experts`` of it."""
         start = self.start + self.column_starts[index]
         columns = range(start, start + self.widths[index])
-        return columns if experts is None else columns[experts.start : experts.stop]
-
-    def _columns(self, index: int, experts: range | None) -> slice:
-        """Return ``columns_of`` as a slice that indexes the pack's tensors."""
-        columns = self.columns_of(index, experts)
+        columns = columns if experts is None else columns[experts.start : experts.stop]
         return slice(columns.start, columns.stop)
 
     def _slot(self, index: int, experts: range | None) -> int | slice:
         """Return ``columns_of`` as a number if the tensor has a single slot, else as a slice."""
         if self.widths[index] == 1:
             return self.start + self.column_starts[index]
-        return self._columns(index, experts)
+        return self.columns_of(index, experts)
 
     def is_seeded(self, index: int) -> bool:
         """Return whether the host knows that all slots of a tensor have a scale; do not wait.
@@ -460,7 +461,7 @@ class DelayedSlots:
         self, index: int, factors: Tensor, x: Tensor | Prologue | Groups, experts: range | None
     ) -> None:
         """Set the first factors of a tensor's slots; for experts, of those that have rows."""
-        pack, columns = self.pack, self._columns(index, experts)
+        pack, columns = self.pack, self.columns_of(index, experts)
         pack.first_scales.append((weakref.ref(self), index))
         if not isinstance(x, Groups):
             pack.set_factors(columns, factors.view(2, -1))
@@ -636,7 +637,7 @@ class DelayedSlots:
         amax = own_amax(x).view(-1)
         if isinstance(x, Groups):
             amax = torch.where(x.has_rows(), amax, NO_DATA)
-        slot = self.pack.amax[self._columns(index, experts)]
+        slot = self.pack.amax[self.columns_of(index, experts)]
         slot.copy_(torch.maximum(slot, amax))
 
     def _own_factors(self, index: int, x: Tensor | Prologue | Groups) -> Tensor:

@@ -430,6 +430,31 @@ def test_unusable_factor_of_scaling_factor_compute_algo_keeps_the_scale(encode):
         assert scales(m, recipe)[0] == 1 / 64
 
 
+@pytest.mark.parametrize("name", ["amax_compute_algo", "scaling_factor_compute_algo"])
+@pytest.mark.parametrize(
+    ("result", "error", "complaint"),
+    [
+        (
+            torch.ones(7),
+            ValueError,
+            r"have shape \(3,\); got \(7,\)\. Return one for each slot",
+        ),
+        (torch.ones(3, 1), ValueError, r"have shape \(3,\); got \(3, 1\)"),
+        (torch.tensor(1.0), ValueError, r"have shape \(3,\); got \(\)"),
+        (1.0, TypeError, r"be a torch\.Tensor; got 1\.0"),
+    ],
+)
+def test_algo_must_return_a_value_for_each_slot(name, result, error, complaint):
+    values = [torch.ones(3), result]
+    recipe = recipes.DelayedScaling(**{name: lambda *arguments: values.pop(0)})
+    m = layer()
+    call(m, 7.0, recipe)
+    before = scales(m, recipe)
+    with pytest.raises(error, match=f"the result of {name} must {complaint}"):
+        call(m, 28.0, recipe)
+    assert torch.equal(scales(m, recipe), before)
+
+
 def test_converted_delayed_model_advances_once_a_call():
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
     model.append(model[0])  # called twice
