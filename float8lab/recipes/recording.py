@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import suppress
+from types import FrameType
 from typing import ClassVar, Generic, TypeVar
 
-__all__ = ["CHECKPOINTS", "NO_BACKWARD", "Recording"]
+__all__ = ["CHECKPOINTS", "NO_BACKWARD", "Recording", "has_ended"]
 
 NO_BACKWARD = -1
 """The number that torch gives a thread's backward pass where none runs."""
@@ -22,18 +24,17 @@ Call = TypeVar("Call")
 class Recording(Generic[Module, Call]):
     """The calls of FP8 modules during one run of a function, in order for each module."""
 
-    def __init__(self) -> None:
-        self._calls: dict[Module, list[Call | None]] = {}
+    def __init__(self, frame: FrameType | None = None) -> None:
+        self.frame = frame  # given if nothing else ends the recording when the run is interrupted
+        self.calls: dict[Module, list[Call | None]] = {}
         self._position: dict[Module, int] = {}
         self._run: object = None  # the recomputation that ``_position`` belongs to
 
     def add(self, module: Module, call: Call | None) -> None:
         """Record how a call of ``module`` runs; None is high precision."""
-        self._calls.setdefault(module, []).append(call)
-
-    def modules(self) -> set[Module]:
-        """Return the modules that were called."""
-        return set(self._calls)
+        if has_ended(self.frame):
+            CHECKPOINTS.recordings = tuple(r for r in CHECKPOINTS.recordings if r is not self)
+        self.calls.setdefault(module, []).append(call)
 
     def follow(self, run: object) -> None:
         """Restart with the first call of every module if ``run`` is a new recomputation."""
@@ -43,7 +44,7 @@ class Recording(Generic[Module, Call]):
 
     def has_next(self, module: Module) -> bool:
         """Whether ``module`` was called more often than the recomputation has called it so far."""
-        return self._position.get(module, 0) < len(self._calls.get(module, ()))
+        return self._position.get(module, 0) < len(self.calls.get(module, ()))
 
     def next(self, module: Module) -> Call | None:
         """Return how the next call of ``module`` ran.
@@ -52,7 +53,7 @@ class Recording(Generic[Module, Call]):
             RuntimeError: the function calls a module more often than it did at first.
         """
         position = self._position.get(module, 0)
-        calls = self._calls.get(module, ())
+        calls = self.calls.get(module, ())
         if position >= len(calls):
             raise RuntimeError(
                 f"function must call the same modules when it is recomputed; got call "
@@ -75,3 +76,12 @@ class _Checkpoints(threading.local):
 
 
 CHECKPOINTS = _Checkpoints()
+
+
+def has_ended(frame: FrameType | None) -> bool:
+    """Whether a call has ended whose hooks may not say so: torch calls none after an interrupt."""
+    with suppress(RuntimeError):
+        if frame is not None:
+            frame.clear()  # raises while the frame runs, on any thread
+            return True
+    return False

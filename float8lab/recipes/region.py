@@ -19,7 +19,6 @@ after each recording cast of the forward, which takes the factors of that cast.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +35,7 @@ from float8lab.ops.declare import declare, is_traced
 from float8lab.recipes import reduction
 from float8lab.recipes.delayed import RECORDED, ScalePack, merge_packs
 from float8lab.recipes.recipe import DelayedScaling, Recipe
-from float8lab.recipes.recording import CHECKPOINTS, NO_BACKWARD
+from float8lab.recipes.recording import CHECKPOINTS, NO_BACKWARD, has_ended
 
 __all__ = [
     "DEFAULT_RECIPE", "PROCESS", "STATE", "Autocast", "ModelInit", "Region",
@@ -81,18 +80,11 @@ class _State(threading.local):
         self.in_graph: Region | None = None  # opened by the casts of a compiled graph
 
     def enclosing_region(self) -> Region | None:
-        """Return ``region``, or discard it if the call of a model that opened it was interrupted.
-
-        Torch calls no hook of such a call, but its frame is not on this thread's stack any more.
-        """
+        """Return ``region``, or discard it if the model's call that opened it was interrupted."""
         region = self.region
-        if region is not None and region.frame is not None and not torch.compiler.is_compiling():
-            frame: FrameType | None = sys._getframe()
-            while frame is not None and frame is not region.frame:
-                frame = frame.f_back
-            if frame is None:
-                region.discard()
-                self.region = None
+        if region is not None and not torch.compiler.is_compiling() and has_ended(region.frame):
+            region.discard()
+            self.region = None
         return self.region
 
 

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import float8lab
 from float8lab import recipes
 from float8lab.recipes.delayed import RECORDED
+from float8lab.recipes.recording import CHECKPOINTS
 from float8lab.recipes.region import STATE, Region
 from tests.near_ties import by_multiplying, near_ties
 from tests.nn.models import gemms_of, in_thread
@@ -496,6 +497,7 @@ def test_exception_in_a_converted_delayed_model_leaves_no_region_open(error):
             with float8lab.autocast(recipe=DELAYED):
                 other(x)
             assert STATE.region is None
+            assert CHECKPOINTS.recordings == ()
             assert steps(other)[0] == 1
         model.fail = False
         model(torch.full((2, 16), 2.0))

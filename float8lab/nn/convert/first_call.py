@@ -8,6 +8,7 @@ would be recompiled without them. They see nothing of a compiled call.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -21,7 +22,7 @@ from float8lab.nn.convert.walk import UNSEEN, users_of
 from float8lab.nn.linear import Linear
 from float8lab.nn.precision import Precision, precisions_below
 from float8lab.ops.declare import is_traced, untraced
-from float8lab.recipes.recording import CHECKPOINTS, Recording
+from float8lab.recipes.recording import CHECKPOINTS, Recording, has_ended
 from float8lab.recipes.region import in_backward
 from float8lab.tensor.dtensor import is_dtensor
 
@@ -61,34 +62,31 @@ class FirstCall(CallHooks):
     def __init__(self) -> None:
         self._done = False
         self._recording: Recording | None = None  # None outside a call
-        self._returned = False
 
     def before(self, model: nn.Module, args: object) -> None:
         # is_traced() comes first: a graph gets guards on all state that is read during tracing.
-        if is_traced() or self._done:
+        if is_traced() or self._done or in_backward():
             return
-        if self._recording is not None or in_backward():
-            return
-        self._recording = Recording()
-        CHECKPOINTS.recordings = (*CHECKPOINTS.recordings, self._recording)
+        if self._recording is None or has_ended(self._recording.frame):
+            self._recording = Recording(sys._getframe(1))
+            CHECKPOINTS.recordings = (*CHECKPOINTS.recordings, self._recording)
 
     def finished(self, model: nn.Module, args: object, output: object) -> None:
         if not is_traced() and self._recording is not None:
-            self._returned = True
+            self._done = True
+            _find_unseen(model, set(self._recording.calls), output)
 
     def after(self, model: nn.Module, args: object, output: object) -> None:
-        if not is_traced() and self._recording is not None:
-            self._find_unseen(model, self._recording, output)
+        if not is_traced() and (ended := self._recording) is not None:
+            CHECKPOINTS.recordings = tuple(r for r in CHECKPOINTS.recordings if r is not ended)
+            self._recording = None
 
-    @torch._disable_dynamo
-    def _find_unseen(self, model: nn.Module, recording: Recording, output: object) -> None:
-        CHECKPOINTS.recordings = tuple(r for r in CHECKPOINTS.recordings if r is not recording)
-        self._recording, self._done = None, self._returned
-        if not self._returned:  # the call raised
-            return
-        outputs = [y for y in tree_leaves(output) if isinstance(y, Tensor)]
-        if not (unseen := _unseen(model, recording.modules(), outputs)):
-            return
+
+@torch._disable_dynamo
+def _find_unseen(model: nn.Module, ran: set[Precision], output: object) -> None:
+    """Mark the layers that did not run in a call, and warn of them."""
+    outputs = [y for y in tree_leaves(output) if isinstance(y, Tensor)]
+    if unseen := _unseen(model, ran, outputs):
         for layer in unseen.values():
             vars(layer)[UNSEEN] = True
         warnings.warn(
