@@ -228,6 +228,8 @@ class Precision:
         """
         if x.dtype not in HIGH_PRECISION_DTYPES or weight.dtype not in HIGH_PRECISION_DTYPES:
             return None
+        if x.device != weight.device:  # delayed scales would follow x to its device
+            raise ValueError(f"inp must be on {weight.device}; got one on {x.device}. Move it.")
         if options.first_microbatch is not None:
             check_flags(is_first_microbatch=options.first_microbatch)
         if torch.compiler.is_compiling() and is_traced():
@@ -392,9 +394,8 @@ class Precision:
     def _calibrate(self, operands: Sequence[Tensor | Groups], experts: range | None) -> None:
         if STATE.autocast.enabled or in_backward():
             return
-        recipe = STATE.autocast.recipe or self.recipe or DEFAULT_RECIPE
-        if self.pinned:
-            recipe = self.recipe or recipe
+        pinned = self.recipe if self.pinned else None
+        recipe = pinned or STATE.autocast.recipe or self.recipe or DEFAULT_RECIPE
         x = operands[0]
         if not self.has_slots(recipe) or x.dtype not in HIGH_PRECISION_DTYPES:
             return

@@ -456,6 +456,18 @@ def test_algo_must_return_a_value_for_each_slot(name, result, error, complaint):
     assert torch.equal(scales(m, recipe), before)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_input_on_another_device_leaves_the_scales_as_they_are(bias):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=bias))
+    float8lab.convert_to_float8(model, DELAYED)
+    model(torch.ones(4, 16))
+    before = history(model[0]).clone()
+    with pytest.raises(ValueError, match=r"inp must be on cpu; got one on meta\. Move it"):
+        model(torch.ones(4, 16, device="meta"))
+    assert torch.equal(history(model[0]), before)
+    assert steps(model[0])[0] == 1
+
+
 def test_converted_delayed_model_advances_once_a_call():
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
     model.append(model[0])  # called twice

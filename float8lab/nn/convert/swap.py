@@ -110,10 +110,9 @@ def plain_class(converted: type) -> type:
     """Return the class that a converted layer had before its conversion."""
     # An unpickled layer may have an FP8 class that is not in the table yet.
     originals = {float8: original for original, float8 in _CLASSES.items()}
-    default = converted
     if issubclass(converted, (OtherLinear, OtherExperts)):
-        default = converted.original
-    return originals.get(converted, default)
+        return originals.get(converted, converted.original)
+    return originals.get(converted, converted)
 
 
 def class_of(layer: nn.Module, change: Callable[[type], type]) -> type:
