@@ -77,7 +77,7 @@ def _reason_to_leave(layer: nn.Module) -> str | None:
         return "it is not initialised yet"
     if isinstance(layer, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)):
         return "torch.nn.MultiheadAttention reads it in high precision"
-    return None
+    return "it is no parameter of the layer" if "weight" in vars(layer) else None
 
 
 def _obstacle(

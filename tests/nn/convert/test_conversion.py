@@ -644,6 +644,8 @@ def test_shared_weights_are_frozen_once_or_stay_in_high_precision():
     model[1].weight, model[2].weight = model[0].weight, model[4].weight
     weight = model[2].weight
     weight_norm(model[3])
+    with pytest.warns(FutureWarning, match="weight_norm` is deprecated"):
+        model.append(nn.utils.weight_norm(nn.Linear(32, 32)))
     report = report_of(model, freeze_weights=True)
     assert isinstance(model[0].weight, Float8Tensor)
     assert model[1].weight is model[0].weight
@@ -652,10 +654,12 @@ def test_shared_weights_are_frozen_once_or_stay_in_high_precision():
     assert report.notes == (
         "2: weight not stored in FP8: another module has it, too",
         "3: weight not stored in FP8: it is parametrized",
+        "5: weight not stored in FP8: it is no parameter of the layer",
     )
+    assert all(type(p) is nn.Parameter and p.requires_grad for p in model[5].parameters())
     with pytest.raises(ValueError, match="2: weight not stored in FP8: another module has it"):
         float8lab.convert_to_float8(model, freeze_weights=True, strict=True)
-    float8lab.convert_to_float8(model, exclude=["2", "3"], freeze_weights=True, strict=True)
+    float8lab.convert_to_float8(model, exclude=["2", "3", "5"], freeze_weights=True, strict=True)
 
 
 def test_low_rank_adapters_are_skipped_unless_named():
