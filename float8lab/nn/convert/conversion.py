@@ -33,7 +33,7 @@ from float8lab.nn.convert.plan import (
     plan_conversion,
 )
 from float8lab.nn.convert.report import forget_conversion, remember_conversion, report_of_walk
-from float8lab.nn.convert.swap import class_of, plain_class, run_layers_of_encoders, set_recipe
+from float8lab.nn.convert.swap import class_of, plain_class, run_layers_of_encoders, set_recipes
 from float8lab.nn.convert.walk import ModelWalk, ParameterUsers, recipes_of, users_of, walk_model
 from float8lab.nn.convert.wrapped_forward import rebind_forward
 from float8lab.nn.layer import GemmModule
@@ -130,9 +130,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
     freezing = Freezing(frozen if freeze_weights else [], users)
     if strict:
         _require_all(model, plan, freezing)
-    changed = [p for p in plan.layers if p.recipe is not None or p.stays]
-    for layer_plan in (*changed, *plan.attention):
-        set_recipe(layer_plan)
+    set_recipes([p for p in plan.layers if p.recipe is not None or p.stays] + plan.attention)
     late = _choose_all_gather(layers, users, fp8_all_gather)
     freezing.run()
     _register_hooks(model, walk, layers)
@@ -262,7 +260,7 @@ def to_high_precision(model: _Model) -> _Model:
             for _, precision in precisions(module):
                 precision.recipe, precision.pinned = None, False
     for layer in layers:
-        layer.__class__ = class_of(layer, plain_class)
+        object.__setattr__(layer, "__class__", class_of(layer, plain_class))
         rebind_forward(layer)
         for name in [name for name, value in vars(layer).items() if isinstance(value, Precision)]:
             delattr(layer, name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -26,35 +26,37 @@ from float8lab.nn.linear import Linear
 from float8lab.nn.precision import Precision, place_precisions, precisions
 from float8lab.tensor.dtensor import is_dtensor
 
-__all__ = ["class_of", "plain_class", "run_layers_of_encoders", "set_recipe"]
+__all__ = ["class_of", "plain_class", "run_layers_of_encoders", "set_recipes"]
 
 _CLASSES: dict[type, type] = {nn.Linear: Linear, nn.MultiheadAttention: Float8TorchAttention}
 """The FP8 class of each class of linear layers that was converted so far."""
 
 
-def set_recipe(plan: LayerPlan) -> None:
-    """Give a layer the recipe of its plan, and change its class if that is not FP8 yet."""
-    layer = plan.candidate.layer
-    if plan.recipe is not None and not isinstance(layer, CONVERTED):
-        _change_class(plan)
-    for gemm, precision in precisions(layer):
-        precision.recipe, precision.pinned = plan.recipe, plan.pinned
-        precision.name = ".".join(filter(None, (plan.candidate.name, gemm)))
+def set_recipes(plans: Sequence[LayerPlan]) -> None:
+    """Give layers their recipes and FP8 classes; none if a class refuses to have subclasses."""
+    new = [p for p in plans if p.recipe and not isinstance(p.candidate.layer, CONVERTED)]
+    classes = [class_of(p.candidate.layer, _float8_class, p.candidate.experts_class) for p in new]
+    for plan, cls in zip(new, classes, strict=True):
+        _change_class(plan, cls)
+    for plan in plans:
+        for gemm, precision in precisions(plan.candidate.layer):
+            precision.recipe, precision.pinned = plan.recipe, plan.pinned
+            precision.name = ".".join(filter(None, (plan.candidate.name, gemm)))
 
 
-def _change_class(plan: LayerPlan) -> None:
+def _change_class(plan: LayerPlan, cls: type) -> None:
     """Change the class of a layer to an FP8 class; the layer has no recipe yet."""
     (name, *_), layer, _, experts, _ = plan.candidate
-    layer.__class__ = class_of(layer, functools.partial(_float8_class, experts=experts))
+    object.__setattr__(layer, "__class__", cls)  # the layer's own method may refuse
     rebind_forward(layer)
     if experts is None:
         for gemm in layer.gemm_names if isinstance(layer, OtherLinear) else ("",):
-            setattr(layer, f"_fp8{gemm}", Precision(key=f"name {name}{gemm}"))
+            vars(layer)[f"_fp8{gemm}"] = Precision(key=f"name {name}{gemm}")
     else:
         for gemm in layer.layer_names:
             precision = Precision(key=f"name {name} {gemm}")
             precision.experts = experts.shapes(layer)[0][0]
-            setattr(layer, f"_fp8_{gemm}", precision)
+            vars(layer)[f"_fp8_{gemm}"] = precision
     place_precisions(layer)
     weight = layer._parameters.get("weight") if isinstance(layer, Linear) else None
     if is_dtensor(weight) and is_tensor_parallel(weight, sharded=plan.sharded):
@@ -115,15 +117,15 @@ def plain_class(converted: type) -> type:
     return originals.get(converted, converted)
 
 
-def class_of(layer: nn.Module, change: Callable[[type], type]) -> type:
-    """Return the layer's class after ``change``."""
+def class_of(layer: nn.Module, change: Callable[..., type], *arguments: object) -> type:
+    """Return the layer's class after ``change``, which gets the class and ``arguments``."""
     # A parametrized layer has its own class, derived from the real class; a copy of that class is
     # derived from the changed class.
     cls = type(layer)
     if not is_parametrized(layer):
-        return change(cls)
+        return change(cls, *arguments)
     namespace = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
-    return type(cls.__name__, (change(cls.__bases__[0]),), namespace)
+    return type(cls.__name__, (change(cls.__bases__[0], *arguments),), namespace)
 
 
 _FAST_PATH = "_fast_path_before_float8"

@@ -424,6 +424,34 @@ def test_a_shared_layer_is_matched_by_each_of_its_names(pattern, option):
     assert converted_names(report) == ["last"]
 
 
+class Sealed(nn.Linear):
+    def __init_subclass__(cls):
+        raise TypeError("Sealed has no subclasses")
+
+
+class Frozen(nn.Linear):
+    def __setattr__(self, name, value):
+        if name.startswith(("_fp8", "__")):
+            raise AttributeError(f"Frozen has no {name}")
+        super().__setattr__(name, value)
+
+
+def test_a_layer_that_refuses_to_have_subclasses_leaves_the_model_unchanged():
+    model = nn.Sequential(nn.Linear(8, 8), Sealed(8, 8))
+    attributes = [set(vars(layer)) for layer in model]
+    with pytest.raises(TypeError, match="Sealed has no subclasses"):
+        float8lab.convert_to_float8(model)
+    assert [type(layer) for layer in model] == [nn.Linear, Sealed]
+    assert [set(vars(layer)) for layer in model] == attributes
+
+
+def test_a_layer_that_refuses_attributes_is_converted_and_restored():
+    model = nn.Sequential(Frozen(8, 8))
+    assert converted_names(report_of(model, strict=True)) == ["0"]
+    assert gemms_of(model, torch.ones(2, 8)) == (1, 0)
+    assert type(float8lab.to_high_precision(model)[0]) is Frozen
+
+
 def test_filter_fn_is_called_with_layer_and_name():
     model = Model()
     calls = []
