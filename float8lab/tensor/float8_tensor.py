@@ -114,10 +114,8 @@ class Float8Tensor(StoredTensor):
         x.qdata, x.scale, x.amax, x.spec, x._dtype = qdata, scale, amax, spec, dtype
         return x
 
-    def __init__(
-        self, qdata: Tensor, scale: Tensor, amax: Tensor, spec: Float8Spec, dtype: torch.dtype
-    ) -> None:
-        """Do nothing; ``__new__`` has set the fields."""
+    def __init__(self, *fields: object, **named_fields: object) -> None:
+        """Do nothing: ``__new__`` has set the fields. ``torch.Tensor(x)`` calls this with ``x``."""
 
     # These properties avoid ``__torch_function__``, which torch calls for its own attributes. Also,
     # torch.export tracks reads of attributes, but reads ``shape`` before it tracks a tensor.

@@ -223,6 +223,16 @@ def test_results_of_ops_on_a_subclass_are_of_the_subclass():
     assert {name: type(x) for name, x in results.items()} == dict.fromkeys(results, Named)
 
 
+@pytest.mark.parametrize("make", [torch.Tensor, nn.Parameter, torch.as_tensor])
+def test_constructors_of_torch_share_the_memory_of_an_fp8_tensor(make):
+    x = quantize(torch.randn(4, 8))
+    y = make(x)
+    assert type(y) is Float8Tensor
+    assert (y.spec, y.dtype) == (x.spec, x.dtype)
+    assert y.qdata.data_ptr() == x.qdata.data_ptr()
+    assert y.scale.data_ptr() == x.scale.data_ptr()
+
+
 class ImportableSubclass(Float8Tensor):
     """A subclass that pickle can import."""
 
