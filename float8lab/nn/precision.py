@@ -228,12 +228,10 @@ class Precision:
         """
         if x.dtype not in HIGH_PRECISION_DTYPES or weight.dtype not in HIGH_PRECISION_DTYPES:
             return None
-        if x.device != weight.device:  # delayed scales would follow x to its device
-            raise ValueError(f"inp must be on {weight.device}; got one on {x.device}. Move it.")
         if options.first_microbatch is not None:
             check_flags(is_first_microbatch=options.first_microbatch)
         if torch.compiler.is_compiling() and is_traced():
-            return self._begin_forward(x, training, options, in_graph=True)
+            return self._begin_forward(x, weight, training, options, in_graph=True)
         recordings = CHECKPOINTS.recordings
         recording = CHECKPOINTS.replay
         if saved_tensors_hooks(True) is not None:
@@ -243,7 +241,7 @@ class Precision:
         if recording is not None or torch._C._current_graph_task_id() != NO_BACKWARD:
             call = self._begin_recomputation(recording, x.device, training, options)
         else:
-            call = self._last_call = self._begin_forward(x, training, options)
+            call = self._last_call = self._begin_forward(x, weight, training, options)
         if training and not torch.is_grad_enabled():
             recordings = (*recordings, *_reentrant_recordings())
         for checkpoint in recordings:
@@ -251,13 +249,15 @@ class Precision:
         return call
 
     def _begin_forward(
-        self, x: Tensor, training: bool, options: CallOptions, *, in_graph: bool = False
-    ) -> Call | None:
+        self, x: Tensor, weight: Tensor, training: bool, options: CallOptions, *,
+        in_graph: bool = False,
+    ) -> Call | None:  # fmt: skip
         """Begin a forward that is no recomputation."""
         if (recipe := self.active_recipe()) is None:
             return None
-        if (type(x), x.layout) != (Tensor, torch.strided):
-            _refuse_input(x)
+        device = weight.device  # delayed scales would follow x to another one
+        if (type(x), x.layout, x.device) != (Tensor, torch.strided, device):
+            _refuse_input(x, device)
         record = training or STATE.autocast.calibrating
         if in_graph:
             return self._begin_in_graph(recipe, options, record)
@@ -482,7 +482,9 @@ def _warn_of_misfit(name: str, reason: str, recipe: str) -> None:
 _warn_of_misfit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _refuse_input(x: Tensor) -> None:
+def _refuse_input(x: Tensor, device: torch.device) -> None:
+    if x.device != device:
+        raise ValueError(f"inp must be on {device}; got one on {x.device}. Move it.")
     if x.layout is not torch.strided:
         raise TypeError(
             f"inp must be dense where a module runs in FP8; got {x.layout}. Give it inp.to_dense()."

@@ -25,7 +25,7 @@ class Recording(Generic[Module, Call]):
     """The calls of FP8 modules during one run of a function, in order for each module."""
 
     def __init__(self, frame: FrameType | None = None) -> None:
-        self.frame = frame  # given if nothing else ends the recording when the run is interrupted
+        self.frame = frame  # given if an interrupt of the run would leave the recording open
         self.calls: dict[Module, list[Call | None]] = {}
         self._position: dict[Module, int] = {}
         self._run: object = None  # the recomputation that ``_position`` belongs to
