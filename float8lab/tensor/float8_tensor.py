@@ -22,7 +22,6 @@ from float8lab.tensor.stored import StoredTensor
 from float8lab.tensor.window import Window
 
 if TYPE_CHECKING:
-    import numpy as np
     from matplotlib.figure import Figure
 
 __all__ = ["PLAIN", "Float8Tensor", "decoded", "quantize"]
@@ -258,45 +257,14 @@ class Float8Tensor(StoredTensor):
         for name in self._fields:
             setattr(self, name, getattr(value, name))
 
-    def numpy(self, *, force: bool = False) -> np.ndarray:
-        """Return a numpy array of the values; it is a copy, so ``force=True`` is required.
-
-        Raises:
-            TypeError: ``force`` is not set.
-        """
-        if not force:
-            raise TypeError(
-                "numpy() must share memory, which FP8 data cannot with a numpy array. Call "
-                ".dequantize().numpy(), or .numpy(force=True) for a copy."
-            )
-        return self.detach().dequantize().numpy(force=True)
-
-    def __array__(self, dtype: np.dtype | None = None) -> np.ndarray:
-        """Copy the values for numpy and matplotlib, in float32 if numpy lacks this dtype."""
-        x = self.dequantize()
-        array = (x.float() if x.dtype == torch.bfloat16 else x).numpy()
-        return array if dtype is None else array.astype(dtype, copy=False)
-
-    def tolist(self) -> list:
-        """Return the values as nested lists of Python numbers."""
-        return self.detach().dequantize().tolist()
-
     def apply_(self, function: Callable[[float], float]) -> Float8Tensor:
         """Replace each value by ``function`` of it. It is slow and runs on the CPU, as in torch."""
         return self.requantize_(self.detach().dequantize().apply_(function))
 
-    def __dlpack__(self, *args: object, **kwargs: object) -> object:
-        raise BufferError(
-            "DLPack shares memory, which must hold numbers of the tensor's dtype; got FP8 data "
-            "with scales. Export .dequantize(), or .qdata and .scale."
-        )
-
     def __reduce_ex__(self, protocol: object) -> Any:
         # A view that shares blocks is saved without its base, so it gets its own blocks.
-        x = self
-        if self._window is not None:
-            self._refresh()
-            x = self.map(torch.clone)
+        self._refresh()
+        x = self if self._window is None else self.map(torch.clone)
         spec = (self.spec.fp8_dtype, self.spec.block, self.spec.scale_rule)
         data = x.qdata.view(torch.uint8)  # pickle, unlike torch.save, cannot load FP8 tensors
         state = (data, x.scale, x.amax, *spec, self.dtype, self.requires_grad, self._extra())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from typing_extensions import Self
 
 from float8lab.arguments import has_data
 from float8lab.tensor.dispatch import announce_address
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["StoredTensor"]
 
@@ -53,6 +56,35 @@ class StoredTensor(Tensor):
             if self._readable is None:
                 self._readable = torch.empty_like(self, memory_format=torch.preserve_format)
             return self._readable.copy_(self.dequantize()).data_ptr()
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        """Return a numpy array of the values; it is a copy, so ``force=True`` is required.
+
+        Raises:
+            TypeError: ``force`` is not set.
+        """
+        if not force:
+            raise TypeError(
+                f"numpy() must share memory, which values in {self._format[0]} cannot with a numpy "
+                "array. Call .dequantize().numpy(), or .numpy(force=True) for a copy."
+            )
+        return self.detach().dequantize().numpy(force=True)
+
+    def __array__(self, dtype: np.dtype | None = None) -> np.ndarray:
+        """Copy the values for numpy and matplotlib, in float32 if numpy lacks this dtype."""
+        x = self.dequantize()
+        array = (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def tolist(self) -> list:
+        """Return the values as nested lists of Python numbers."""
+        return self.detach().dequantize().tolist()
+
+    def __dlpack__(self, *args: object, **kwargs: object) -> object:
+        raise BufferError(
+            "DLPack shares memory, which must hold numbers of the tensor's dtype; got values in "
+            f"{self._format[0]}. Export .dequantize(), or .{self._fields[0]} and .scale."
+        )
 
     def share_memory_(self) -> Self:
         """Move the inner tensors to shared memory."""

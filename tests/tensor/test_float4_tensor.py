@@ -4,6 +4,7 @@ import copy
 import ctypes
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -163,6 +164,19 @@ def test_other_ops_run_on_the_dequantized_values():
     assert torch.equal(y, F.grouped_mm(a.bfloat16(), values.bfloat16().transpose(1, 2), offs=offs))
     with torch.inference_mode():
         assert torch.equal(F.linear(a, x[0]), F.linear(a, values[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_conversions_to_lists_and_arrays_copy_the_values(dtype):
+    x = packed(4, 64, dtype=dtype)
+    values = x.dequantize()
+    assert x.tolist() == values.tolist()
+    assert np.array_equal(np.asarray(x), values.float().numpy())
+    with pytest.raises(TypeError, match=r"in 4 bits cannot .* Call \.dequantize\(\)\.numpy\(\)"):
+        x.numpy()
+    for share in (torch.from_dlpack, np.from_dlpack):
+        with pytest.raises(BufferError, match=r"Export \.dequantize\(\), or \.packed and \.scale"):
+            share(x)
 
 
 def test_writes_raise():
