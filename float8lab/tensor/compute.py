@@ -74,6 +74,9 @@ for _name, _functions in _DEQUANTIZED_COMPOSITES.items():
     for _function in (*_functions, _overload):
         _dequantize_composite(_overload, _function)
 
+# ``torch.tensor([x])`` calls this where torch has switched off the dispatch to tensor subclasses.
+dispatch.implements_composite(Tensor.__float__)(lambda x: x._decode().item())
+
 
 @dispatch.implements(aten.neg.default)
 def _neg(op: OpOverload, x: Float8Tensor) -> Float8Tensor:

@@ -99,8 +99,7 @@ class fallback:
 
     def __init__(self, policy: str) -> None:
         check_choice("policy", policy, ("error", "warn", "silent"))
-        self._before = _POLICY.name
-        _POLICY.name = policy
+        self._before, _POLICY.name = _POLICY.name, policy
 
     def __enter__(self) -> fallback:
         return self
@@ -190,9 +189,8 @@ def announce(op: OpOverload) -> None:
 
 def _announce_update(op: OpOverload, written: Sequence[Quantized], arguments: object) -> None:
     """Warn once that an update of a parameter stored in FP8 may be lost to rounding."""
-    targets = {id(x) for x in written}
-    tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
-    update = any(id(x) not in targets for x in tensors)  # False for nn.init and clamping
+    tensors = {id(x) for x in tree_leaves(arguments) if isinstance(x, Tensor)}
+    update = not tensors <= {id(x) for x in written}  # False for nn.init and clamping
     if update and _POLICY.name == "warn" and "update" not in _POLICY.warned:
         _POLICY.warned.add("update")
         warnings.warn(
@@ -244,14 +242,13 @@ def run_fallback(
 
     args, kwargs = tree_map_only(cls, dequantized, (args, kwargs))
     partial = op._schema.name in _PARTIAL
-    old_values = [plain[id(x)].clone() for x in written] if partial else []
+    old_values = [plain[id(x)].clone() if partial else None for x in written]
     result = op(*args, **kwargs)
     for x in written:  # check all of them before any is requantized
         check_size(op, x, plain[id(x)].shape)
-    for index, x in enumerate(written):
+    for x, old in zip(written, old_values, strict=True):
         value = plain[id(x)]
-        if partial and x._window is None:
-            old = old_values[index]
+        if old is not None and x._window is None:
             merge_into(x, value, (value != old) & ~(value.isnan() & old.isnan()))
         else:
             x.requantize_(value)

@@ -249,8 +249,7 @@ class Float8Tensor(StoredTensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, Float8Tensor):
-            advice = "Or make it a Float8Tensor by quantize()."
-            arguments.check_shape("data", value, self.shape, advice)
+            arguments.check_shape("data", value, self.shape, "Or pass a Float8Tensor.")
             q = quantize_blocks(value.detach().to(self.dtype), self.spec)
             value = Float8Tensor._make(*q, self.spec, self.dtype)
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # sizes, strides, dtype

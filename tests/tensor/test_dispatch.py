@@ -656,6 +656,7 @@ def test_conversions_to_numbers_lists_and_arrays():
     assert t.tolist() == [[1.0, -448.0], [2.0, 4.0]]
     assert t[0, 0].item() == float(t[0, 0]) == 1.0
     assert f"{t[1, 1]:.2f}" == "4.00"
+    assert torch.equal(torch.tensor([t[0, 0], t[1, 1], 0.5]), torch.tensor([1.0, 4.0, 0.5]))
     assert len(t) == 2
     assert [row.tolist() for row in t] == t.tolist()
     assert bool(t[0, 0])
