@@ -89,7 +89,7 @@ def convert_to_float8(  # each is a keyword that users set on its own
         filter_fn: ``filter_fn(layer, name)`` returns False for layers not to convert. It is called
             for every candidate of the report, of any class.
         exclude: layers not to convert: full path components (``"lm_head"``, ``"blocks.0"``) or
-            globs (``"*.router"``).
+            globs (``"*.router"``), of any name that the layer has in the model.
         overrides: recipes of single layers by the same patterns; they win over ``recipe`` and over
             an enclosing autocast; None keeps a layer in high precision. The last match counts. A
             router, or a subclass of ``torch.nn.Linear`` with its own forward, which it then loses,
