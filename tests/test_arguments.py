@@ -50,7 +50,7 @@ NOT_CALLED = {
     "Float8Tensor.replace": "by functions of this package, with parts of a tensor",
     "Float8Tensor.map": "by functions of this package",
     "Float4Tensor.map": "by functions of this package",
-    "Float8Tensor.numpy": "refuses every call without force",
+    "Float4Tensor.numpy": "refuses every call without force, as for Float8Tensor",
     "Float8Tensor.apply_": "torch's, on the values",
     "Float8Tensor.fsdp_pre_all_gather": "by FSDP2",
     "Float8Tensor.fsdp_post_all_gather": "by FSDP2",
