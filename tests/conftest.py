@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     import torch
 
-    gc.set_threshold(20_000, 20, 50)  # a compilation makes many objects, and collects them often
+    gc.set_threshold(20_000, 20, 50)  # a compilation makes many objects that stay
 
     # Deterministic mode fills torch.empty with NaN, so an output that is not written fails its
     # test. The mode also warns about ops without a deterministic kernel; pyproject.toml ignores

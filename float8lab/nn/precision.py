@@ -255,9 +255,8 @@ class Precision:
         """Begin a forward that is no recomputation."""
         if (recipe := self.active_recipe()) is None:
             return None
-        device = weight.device  # delayed scales would follow x to another one
-        if (type(x), x.layout, x.device) != (Tensor, torch.strided, device):
-            _refuse_input(x, device)
+        if (type(x), x.layout, x.device) != (Tensor, torch.strided, weight.device):
+            _refuse_input(x, weight.device)
         record = training or STATE.autocast.calibrating
         if in_graph:
             return self._begin_in_graph(recipe, options, record)
@@ -483,7 +482,7 @@ _warn_of_misfit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _refuse_input(x: Tensor, device: torch.device) -> None:
-    if x.device != device:
+    if x.device != device:  # delayed scales would follow x to its device
         raise ValueError(f"inp must be on {device}; got one on {x.device}. Move it.")
     if x.layout is not torch.strided:
         raise TypeError(

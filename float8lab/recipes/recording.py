@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import suppress
 from types import FrameType
 from typing import ClassVar, Generic, TypeVar
 
@@ -32,7 +31,7 @@ class Recording(Generic[Module, Call]):
 
     def add(self, module: Module, call: Call | None) -> None:
         """Record how a call of ``module`` runs; None is high precision."""
-        if has_ended(self.frame):
+        if self.frame is not None and has_ended(self.frame):
             CHECKPOINTS.recordings = tuple(r for r in CHECKPOINTS.recordings if r is not self)
         self.calls.setdefault(module, []).append(call)
 
@@ -78,10 +77,10 @@ class _Checkpoints(threading.local):
 CHECKPOINTS = _Checkpoints()
 
 
-def has_ended(frame: FrameType | None) -> bool:
+def has_ended(frame: FrameType) -> bool:
     """Whether a call has ended whose hooks may not say so: torch calls none after an interrupt."""
-    with suppress(RuntimeError):
-        if frame is not None:
-            frame.clear()  # raises while the frame runs, on any thread
-            return True
-    return False
+    try:
+        frame.clear()  # raises while the frame runs, on any thread
+    except RuntimeError:
+        return False
+    return True

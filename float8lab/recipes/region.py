@@ -82,7 +82,8 @@ class _State(threading.local):
     def enclosing_region(self) -> Region | None:
         """Return ``region``, or discard it if the model's call that opened it was interrupted."""
         region = self.region
-        if region is not None and not torch.compiler.is_compiling() and has_ended(region.frame):
+        frame = None if region is None or torch.compiler.is_compiling() else region.frame
+        if region is not None and frame is not None and has_ended(frame):
             region.discard()
             self.region = None
         return self.region

@@ -131,7 +131,7 @@ def test_compiled_steps_equal_eager(name, recipe, device):
     ("name", "checkpoint_with"),
     [
         pytest.param(name, checkpoint_with, marks=[pytest.mark.slow] * (checkpoint_with != quick))
-        for name, quick in (("mlp", ""), ("mlp-checkpoint", "torch"), ("attention", "float8lab"))
+        for name, quick in (("mlp", None), ("mlp-checkpoint", "torch"), ("attention", "float8lab"))
         for checkpoint_with in ("torch", "float8lab")
     ],
 )

@@ -67,7 +67,8 @@ class FirstCall(CallHooks):
         # is_traced() comes first: a graph gets guards on all state that is read during tracing.
         if is_traced() or self._done or in_backward():
             return
-        if self._recording is None or has_ended(self._recording.frame):
+        frame = None if self._recording is None else self._recording.frame
+        if frame is None or has_ended(frame):
             self._recording = Recording(sys._getframe(1))
             CHECKPOINTS.recordings = (*CHECKPOINTS.recordings, self._recording)
 

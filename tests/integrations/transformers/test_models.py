@@ -297,9 +297,8 @@ def test_gradient_checkpointing_changes_no_bit(family: str, reentrant: bool) -> 
     assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param("llama", marks=pytest.mark.slow), "qwen3_moe"]
-)  # which has the layers of Llama, too, except its MLP
+# Qwen3-MoE has the layers of Llama, except its MLP, so Llama is slow.
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen3_moe"])
 def test_models_compile_without_a_graph_break(family: str) -> None:
     model, batch = build(family, num_hidden_layers=1)
     float8lab.convert_to_float8(model, DELAYED)
