@@ -87,9 +87,8 @@ def cast_in_graph(
     scale, encode = factors[:, 0], factors[:, 4]
     if isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3):
         scale, encode = scale.view(-1, 1, 1), encode.view(-1, 1, 1)
-    operands = Operand(q, scale), Operand(q_t, scale)
-    sums = column_sums if dbias else None
-    return Quantized(rowwise and operands[0], columnwise and operands[1], encode, sums)
+    by_rows, by_columns = rowwise and Operand(q, scale), columnwise and Operand(q_t, scale)
+    return Quantized(by_rows, by_columns, encode, column_sums if dbias else None)
 
 
 class _Casts:

@@ -252,7 +252,7 @@ class GraphScales(ScaleSource):
         self, x: Matrix, index: int, rowwise: Spec | None, columnwise: Spec | None = None, *,
         dbias: bool = False, align: int = ALIGN, amax: Tensor | None = None,
     ) -> Quantized:  # fmt: skip
-        if rowwise is not None and columnwise not in (None, rowwise):
+        if rowwise is not None and columnwise is not None and rowwise != columnwise:
             by_rows = self.quantize(x, index, rowwise, dbias=dbias, align=align)
             by_columns = self.quantize(x, index, None, columnwise, align=align)
             return by_rows._replace(columnwise=by_columns.columnwise)

@@ -61,7 +61,7 @@ def quantize(
     """
     spec = rowwise or columnwise
     assert spec is not None, "one of the two"
-    if columnwise not in (None, spec):
+    if rowwise is not None and columnwise is not None and rowwise != columnwise:
         rowwise_cast = quantize(x, rowwise, None, params, epsilon, dbias, align)
         columnwise_cast = quantize(x, None, columnwise, params, epsilon, False, align)
         return rowwise_cast._replace(columnwise=columnwise_cast.columnwise)
@@ -88,8 +88,8 @@ def quantize(
     elif given is None and (spec.per_tensor or keep_amaxes):
         given = amax
     return Quantized(
-        None if q is None else Operand(q, q_scale),
-        None if q_t is None else Operand(q_t, q_t_scale),
+        None if rowwise is None else Operand(q, q_scale),
+        None if columnwise is None else Operand(q_t, q_t_scale),
         given, column_sums if dbias else None,
     )  # fmt: skip
 
