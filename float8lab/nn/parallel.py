@@ -97,10 +97,10 @@ def overlap_of(module: str, given: Mapping[str, object]) -> bool | None:
             arguments.check_instance(name, value, str, "a name", optional=True)
         elif value is not None:
             arguments.check_flags(**{name: value})
-        if name in ("delay_wgrad_compute", "save_original_input") and value:
+        if name == "delay_wgrad_compute" and value:
             raise NotImplementedError(
-                f"{name} must be False; got True. Gradients of weights are computed in backward, "
-                "and inputs are kept in FP8: leave it out."
+                f"{name} must be False; got True. Gradients of weights are computed in backward: "
+                "leave it out."
             )
     names = ("ub_tp_comm_overlap", "ub_overlap_ag", "ub_overlap_rs")
     everything, gather, scatter = (given.get(name) for name in names)
