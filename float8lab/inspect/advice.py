@@ -141,7 +141,7 @@ class Advice(Printed):
         in_fp8 = len(self.layers) - sum(r is None for r in self.overrides.values())
         return (
             f"{in_fp8} of {len(self.layers)} layers pay; "
-            f"{self.saved / 1e6:.1f} MB less kept from forward to backward\n"
+            f"{round(self.saved / 1e6, 1) + 0.0} MB less kept from forward to backward\n"
             f"{measured_part}, predicted: {steps}\n"
             f"{self.recipe}, {'measured on' if self.measured else 'modelled for'} {self.device}"
         )
@@ -154,7 +154,7 @@ class Advice(Printed):
                 layer.name or "(model)", *map(str, (layer.M, layer.K, layer.N)),
                 *(f"{1e3 * getattr(layer, time):.3f}" for time in _TIMES), f"{layer.ratio:.2f}",
                 "never" if layer.break_even is None else str(layer.break_even),
-                f"{layer.saved / 1e6:.1f}",
+                str(round(layer.saved / 1e6, 1) + 0.0),  # the sum turns -0.0 into 0.0
             )
             for layer in self.layers
         ]  # fmt: skip

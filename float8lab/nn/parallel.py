@@ -99,8 +99,7 @@ def overlap_of(module: str, given: Mapping[str, object]) -> bool | None:
             arguments.check_flags(**{name: value})
         if name == "delay_wgrad_compute" and value:
             raise NotImplementedError(
-                f"{name} must be False; got True. Gradients of weights are computed in backward: "
-                "leave it out."
+                f"{name} must be False; got True. Leave it out: backward computes weight gradients."
             )
     names = ("ub_tp_comm_overlap", "ub_overlap_ag", "ub_overlap_rs")
     everything, gather, scatter = (given.get(name) for name in names)

@@ -143,6 +143,7 @@ class MasterWeights(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
         if self.inner is not None:
+            del self.inner.param_groups[len(self.param_groups) - 1 :]  # user code removed them
             self.inner.add_param_group(self._inner_group(self.param_groups[-1]))
             _copy_options(self.inner.param_groups[-1:], self.param_groups[-1:])
 
@@ -318,11 +319,12 @@ class MasterWeights(torch.optim.Optimizer):
     def _synchronize(self, needed: set[Tensor] | None = None) -> torch.optim.Optimizer:
         """Update masters and the inner optimizer's groups to match the parameters.
 
-        Between two steps, user code may have changed options, replaced or unfrozen parameters of a
-        group, or written to a parameter.
+        Between two steps, user code may have changed options, removed groups, replaced or unfrozen
+        parameters of a group, or written to a parameter.
         """
         if (inner := self.inner) is None:
             raise RuntimeError("MasterWeights must be constructed before it is used.")
+        del inner.param_groups[len(self.param_groups) :]
         _copy_options(self.param_groups, inner.param_groups)
         self._match_groups(inner, needed or set())
         for p in self._written.keys() - self.masters.keys():

@@ -278,6 +278,13 @@ def test_invalid_arguments_raise():
         inspect.advise(model, x, recipes.MXFP8BlockScaling())
 
 
+def test_a_small_loss_of_memory_has_no_sign():
+    advice = inspect.advise(nn.Linear(16, 4), torch.randn(1, 16))
+    assert advice.saved < 0
+    assert "; 0.0 MB less kept" in advice.summary()
+    assert str(advice).endswith(" 0.0")
+
+
 def test_report_as_text_and_json():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8192, 8192, bias=False), nn.Linear(8192, 32, bias=False))

@@ -608,6 +608,24 @@ def test_added_param_group_gets_masters_and_options(model):
         optimizer.add_param_group({"params": model[2].weight})
 
 
+def test_groups_may_be_removed_and_added_again(model, twin):
+    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.1)
+    reference = MasterWeights(twin.parameters(), torch.optim.AdamW, lr=0.1)
+    train(model, optimizer, 2)
+    train(twin, reference, 2)
+    group = optimizer.param_groups[0]
+    optimizer.param_groups.clear()
+    optimizer.add_param_group(group)
+    train(model, optimizer, 1)
+    train(twin, reference, 1)
+    assert_same_parameters(model, twin)  # masters and moments were kept
+    optimizer.add_param_group({"params": torch.nn.Parameter(torch.ones(2))})
+    del optimizer.param_groups[1]
+    train(model, optimizer, 1)
+    train(twin, reference, 1)
+    assert_same_parameters(model, twin)
+
+
 SCHEDULERS = {
     "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.5),
     "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
