@@ -106,12 +106,12 @@ class autocast:
         if region is None:
             return
         STATE.region = None
-        if exc_type is not None:
+        if exc_type not in (None, StopIteration):  # a decorated generator ends with the latter
             region.discard()
             return
         region.close()
         ran = region.fp8_calls or region.silent
-        idle = self._enabled and not (ran or torch.compiler.is_compiling())
+        idle = self._enabled and not (exc_type or ran or torch.compiler.is_compiling())
         if idle and autocast._warns_of_idle_regions:
             _warn_about_idle_region(sys._getframe(1))
 

@@ -92,6 +92,24 @@ def test_decorator_may_recurse():
     assert STATE.autocast.enabled is None
 
 
+def test_a_decorated_generator_records_what_it_runs_after_its_last_yield(monkeypatch):
+    monkeypatch.setattr(float8lab.autocast, "_warns_of_idle_regions", True)
+    m = layer()
+
+    @float8lab.autocast(recipe=DELAYED)
+    def outputs(*later):
+        yield m(torch.ones(2, 32))
+        for value in later:
+            m(torch.full((2, 32), value))
+
+    assert len([*outputs(8.0)]) == 1
+    assert steps(m) == [2, 2, 0]  # a generator enters a region whenever it goes on
+    assert history(m)[0, 0] == 8.0
+    assert len([*outputs()]) == 1  # without a warning about its last region
+    assert steps(m) == [3, 3, 0]
+    assert STATE.region is None
+
+
 def test_fp8_autocast_is_accepted_and_no_recipe_means_delayed_scaling():
     m, older_arguments = layer(), {"fp8_recipe": DELAYED, "fp8_group": None}
     with float8lab.fp8_autocast(enabled=True, calibrating=False, **older_arguments):
