@@ -154,7 +154,7 @@ class Advice(Printed):
                 layer.name or "(model)", *map(str, (layer.M, layer.K, layer.N)),
                 *(f"{1e3 * getattr(layer, time):.3f}" for time in _TIMES), f"{layer.ratio:.2f}",
                 "never" if layer.break_even is None else str(layer.break_even),
-                str(round(layer.saved / 1e6, 1) + 0.0),  # the sum turns -0.0 into 0.0
+                str(round(layer.saved / 1e6, 1) + 0.0),  # 0.0 in place of -0.0
             )
             for layer in self.layers
         ]  # fmt: skip

@@ -295,7 +295,7 @@ def _choose_form(
     """
 
     def call_form(*args: Any) -> Any:
-        if torch.compiler.is_compiling() and not any(arg is not None for arg in args[arguments:]):
+        if torch.compiler.is_compiling() and (len(args) <= arguments or args[-1] is None):
             return pure(*args[:arguments])
         return overload(*args)
 
@@ -414,14 +414,15 @@ def _call_directly(
     """Call ``overload``, or its implementation if the dispatcher would only look that up."""
 
     def dispatch(*args: Any) -> Any:
-        if not torch.compiler.is_compiling() and OPS.untold:
+        if OPS.untold:
             announce()
         return overload(*args)
 
     def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return overload(*args)
         if (
-            torch.compiler.is_compiling()
-            or (is_watched_by_a_mode() and getattr(RECORDING, "launch", None) is None)
+            (is_watched_by_a_mode() and getattr(RECORDING, "launch", None) is None)
             or _transform() is not None
             or _trace() is not None
             or is_profiled()

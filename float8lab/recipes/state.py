@@ -110,9 +110,8 @@ class autocast:
             region.discard()
             return
         region.close()
-        ran = region.fp8_calls or region.silent
-        idle = self._enabled and not (exc_type or ran or torch.compiler.is_compiling())
-        if idle and autocast._warns_of_idle_regions:
+        ran = region.fp8_calls or region.silent or torch.compiler.is_compiling()
+        if self._enabled and not (ran or exc_type) and autocast._warns_of_idle_regions:
             _warn_about_idle_region(sys._getframe(1))
 
     def __call__(self, function: _F) -> _F:
