@@ -90,8 +90,7 @@ def input_source(
 
 def _input_key(x: Matrix, inp: Tensor, specs: Orientations, call: Call) -> tuple[Any, ...] | None:
     """Return everything that the cast of an input depends on; None if it may not be shared."""
-    node = inp.grad_fn
-    if node is None or (inp.is_cuda and capturing()):
+    if (node := inp.grad_fn) is None or (inp.is_cuda and capturing()):
         return None  # nothing is shared while a CUDA graph is recorded: a replay needs all casts
     stream = torch._C._cuda_getCurrentRawStream(inp.device.index) if inp.is_cuda else 0
     key: tuple[Any, ...] = *specs, call.plan.epsilon, call.cast_parallel, call.comm.tokens

@@ -124,8 +124,7 @@ class _ModuleNames:
 
     def current(self) -> str:
         """Return the name of the module that the running op belongs to."""
-        node = torch._C._current_autograd_node()
-        if node is not None and not self._stack:
+        if (node := torch._C._current_autograd_node()) is not None and not self._stack:
             return self._by_sequence.get(node._sequence_nr(), "")
         name = self._stack[-1][1] if self._stack else ""
         if self._stack and not name:

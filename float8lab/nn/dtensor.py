@@ -117,8 +117,7 @@ class WeightPlacement:
 
     def unshard(self, scales: Tensor, spec: Float8Spec) -> Tensor:
         """Return the scales of the unsharded weight's blocks, from the scales of each rank."""
-        blocks = self._blocks(spec)
-        if blocks is None or self.parallel is None:
+        if (blocks := self._blocks(spec)) is None or self.parallel is None:
             return scales
         return self.parallel.gather(scales, blocks, self._dim)
 
@@ -129,8 +128,7 @@ class WeightPlacement:
 
     def _blocks(self, spec: Float8Spec) -> ShardMap | None:
         """Return the shard map of the weight's blocks; None if all ranks have all blocks."""
-        block = spec.block[self._dim]
-        if self.parallel is None or block == -1:
+        if self.parallel is None or (block := spec.block[self._dim]) == -1:
             return None
         return self.parallel.features[0].blocks(block)
 

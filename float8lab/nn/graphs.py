@@ -486,8 +486,7 @@ class _Graphed:
 
     def add(self, recorded: Recorded, key: _Key) -> None:
         """Replay a recording from now on, for calls with this key."""
-        structure = self.structure
-        if self.limit == 0 or structure is None:
+        if self.limit == 0 or (structure := self.structure) is None:
             structure = self.structure = _Structure(self.function)  # as the warm-up left it
             structure.fit, structure.hooks = True, []
         recorded.key, recorded.pointers = key, structure.pointers

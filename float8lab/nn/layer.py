@@ -230,8 +230,7 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
 
     def _shared_scales(self, gemm: GemmDef) -> SharedScales | None:
         """Return how ranks share the scales of a weight that will be stored in FP8."""
-        sharing = getattr(self, gemm.state).parallel
-        if sharing is None or STATE.init is None:
+        if (sharing := getattr(self, gemm.state).parallel) is None or STATE.init is None:
             return None
         if self.tp_group is None:
             raise ValueError(

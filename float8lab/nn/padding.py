@@ -31,8 +31,7 @@ class _AlignedRows(nn.Module):
     def _counts(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> tuple[list[int], list[int]]:
         """Return how many rows each expert has, first without padding and then with it."""
         check_tokens("inp", inp)
-        counts = checked_sizes(m_splits, inp, self.num_gemms, "num_gemms")
-        if counts is None:
+        if (counts := checked_sizes(m_splits, inp, self.num_gemms, "num_gemms")) is None:
             return self._counts(inp, torch.as_tensor(m_splits).tolist())  # waits for the GPU
         return counts, [round_up(count, self.align_size) for count in counts]
 

@@ -335,8 +335,7 @@ def _parameter_shards(model: nn.Module) -> dict[str, ParameterShard]:
         if not isinstance(module, TensorParallelModule):
             continue
         for name, dim, pieces in _sharded_parameters(module):
-            shard = module._shard(dim, pieces)
-            if shard is None and module.tp_size > 1:
+            if (shard := module._shard(dim, pieces)) is None and module.tp_size > 1:
                 raise RuntimeError(
                     f"model must have tensor-parallel groups; {path or 'it'} has none. Call "
                     "set_tensor_parallel_group(group)."

@@ -456,8 +456,7 @@ def called_by_ops(reference: Callable[..., Any], cuda: str) -> Callable[..., Any
     on_gpu = functools.cache(lambda: _without_autocast(_gpu_launcher(cuda, reference), "cuda"))
 
     def call(x: Tensor, *args: Any) -> Any:
-        in_graph = is_traced()
-        return (reference if in_graph else on_gpu() if x.is_cuda else body)(x, *args)
+        return (reference if is_traced() else on_gpu() if x.is_cuda else body)(x, *args)
 
     return call
 

@@ -264,8 +264,7 @@ class ScalePack:
         first_scales, self.first_scales = self.first_scales, []
         columns: list[int] = []
         for reference, index in first_scales:
-            slots = reference()
-            if slots is None or slots.pack is not self:
+            if (slots := reference()) is None or slots.pack is not self:
                 continue
             if slots.forward[index] == gradients:
                 self.first_scales.append((reference, index))

@@ -246,8 +246,7 @@ def _reduce(
 
 def set_clock(device: torch.device) -> None:
     """Create ``PROCESS.clock``; move it to a GPU as soon as a module is on one."""
-    clock = PROCESS.clock
-    if clock is None or (device.type == "cuda" and not clock.is_cuda):
+    if (clock := PROCESS.clock) is None or (device.type == "cuda" and not clock.is_cuda):
         PROCESS.clock = static_tensor(device if device.type == "cuda" else torch.device("cpu"))
 
 

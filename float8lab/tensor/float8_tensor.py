@@ -233,8 +233,7 @@ class Float8Tensor(StoredTensor):
 
     def _refresh(self) -> None:
         """Update the scales of a view that holds a copy of its base's scales."""
-        window = self._window
-        if window is not None and window.copied and window.base is not None:
+        if (window := self._window) is not None and window.copied and window.base is not None:
             view: object = window.base
             for op, args, kwargs in window.steps:
                 view = table.get(op, table[ANY_VIEW])(op, view, *args, **kwargs)

@@ -84,8 +84,7 @@ class Problem(NamedTuple):
             kv_padding=None if mask.kv_padding is None else mask.kv_padding[:, keys],
             arbitrary=_corner(mask.arbitrary, queries, keys),
         )
-        alibi = self.alibi
-        if alibi is not None:
+        if (alibi := self.alibi) is not None:
             alibi = alibi._replace(diagonal=alibi.diagonal + start - first)
         return self._replace(mask=mask, bias=_corner(self.bias, queries, keys), alibi=alibi), keys
 
@@ -152,8 +151,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> At
         scores = (grouped @ k_high.transpose(2, 3)).view(B, H, Sq, Sk) * problem.scale
         if problem.softcap:
             scores = (scores / problem.softcap).tanh() * problem.softcap
-        bias = problem.scores_bias(Sq, Sk)
-        if bias is not None:
+        if (bias := problem.scores_bias(Sq, Sk)) is not None:
             scores = scores + bias
         allowed, blind = problem.visible(Sq, Sk, q.device)
         if allowed is not None:
@@ -209,8 +207,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
 def _sdpa_masked(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Attended:
     Sq, Sk = q.shape[2], k.shape[2]
     mask, blind = problem.visible(Sq, Sk, q.device)
-    bias = problem.scores_bias(Sq, Sk)
-    if bias is not None:
+    if (bias := problem.scores_bias(Sq, Sk)) is not None:
         bias = bias.to(q.dtype)
         mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
     if mask is not None:

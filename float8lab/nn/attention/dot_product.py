@@ -478,8 +478,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         sizes = layout.sizes_of(*qkv[:2], rules.qkv_format, ranks)
         self.check_arguments(given, sizes)
         qkv, packed, leave, repack = arguments.tensors_of(qkv), None, None, None
-        context = self._context_of_call(qkv, given, sizes, softcap)
-        if context is not None:
+        if (context := self._context_of_call(qkv, given, sizes, softcap)) is not None:
             qkv, leave = self._exchange(context, qkv, given, asks)
             bias_type, bias, alibi_slopes = given.bias
             local = context.local_heads(bias, -3), context.local_heads(alibi_slopes, -1)
@@ -607,8 +606,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         softcap: float,
     ) -> ContextParallel | None:  # fmt: skip
         """Return how ranks share a call: like the module, or by full sequences if needed."""
-        context = self.context_parallel
-        if context is None:
+        if (context := self.context_parallel) is None:
             return None
         is_plain = given.bias[0] == "no_bias" and self.softmax_type == "vanilla"
         is_plain = is_plain and not (softcap or self._dropout or self.return_max_logit)

@@ -472,8 +472,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         start, context = None, self.context_parallel
         is_packed = self.qkv_format == "thd"
         if inference_params is not None:
-            sequences = inference_params.sequences(x.device)
-            if sequences is None:
+            if (sequences := inference_params.sequences(x.device)) is None:
                 angles = angles[inference_params.sequence_len_offset :]
             else:
                 start = sequences[1]

@@ -59,8 +59,7 @@ class CallRegion(CallHooks):
             region.finished = True
 
     def after(self, model: nn.Module, args: object, output: object) -> None:
-        region = STATE.region
-        if region is None or region.opener is not self:
+        if (region := STATE.region) is None or region.opener is not self:
             return
         if region.depth:
             region.depth, region.finished = region.depth - 1, False
