@@ -23,9 +23,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 __all__ = [
     "EXTRAS", "INTEGER_DTYPES", "PARAMETER_DTYPES", "check_callables", "check_choice",
     "check_device", "check_dtype", "check_flags", "check_floating", "check_group", "check_input",
-    "check_instance", "check_lengths", "check_module", "check_names", "check_number", "check_path",
-    "check_shape", "check_size", "check_state", "check_tensor", "has_data", "has_values", "needs",
-    "printable", "shown",
+    "check_instance", "check_lengths", "check_module", "check_names", "check_not_async",
+    "check_number", "check_path", "check_shape", "check_size", "check_state", "check_tensor",
+    "has_data", "has_values", "needs", "printable", "shown",
 ]  # fmt: skip
 
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -290,6 +290,15 @@ def _takes(function: Callable[..., object], arguments: tuple[str, ...]) -> bool:
         signature.bind(*arguments)
         return True
     return False
+
+
+def check_not_async(user: str, function: object) -> None:
+    """Check that a function runs when it is called, as the decorator ``user`` needs."""
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(
+            f"{user} must decorate a function that runs when it is called; got the async "
+            f"{shown(function)}. Write `with {user}(...):` in it, around code without await."
+        )
 
 
 def check_dtype(

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils._contextlib import context_decorator
 
-from float8lab.arguments import check_flags, check_group
+from float8lab.arguments import check_flags, check_group, check_not_async
 from float8lab.ops.declare import untraced
 from float8lab.recipes.recipe import Float8CurrentScaling, Recipe, check_recipe
 from float8lab.recipes.region import STATE, Autocast, ModelInit, Region, current_backward
@@ -115,6 +115,7 @@ class autocast:
             _warn_about_idle_region(sys._getframe(1))
 
     def __call__(self, function: _F) -> _F:
+        check_not_async(type(self).__name__, function)
         settings = self._enabled, self._calibrating, self._recipe, self._group
         return context_decorator(lambda: autocast(*settings), function)
 
@@ -201,6 +202,7 @@ class quantized_model_init:
         STATE.init = self._outer.pop()
 
     def __call__(self, function: _F) -> _F:
+        check_not_async(type(self).__name__, function)
         settings = self._enabled, self._recipe, self._preserve
         return context_decorator(lambda: quantized_model_init(*settings), function)
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import copy
+import functools
 import threading
 
 import pytest
@@ -108,6 +109,21 @@ def test_a_decorated_generator_records_what_it_runs_after_its_last_yield(monkeyp
     assert len([*outputs()]) == 1  # without a warning about its last region
     assert steps(m) == [3, 3, 0]
     assert STATE.region is None
+
+
+@pytest.mark.parametrize(
+    "context", [float8lab.autocast, float8lab.fp8_autocast, float8lab.quantized_model_init]
+)
+def test_async_functions_cannot_be_decorated(context):
+    async def returns():
+        pass
+
+    async def yields():
+        yield
+
+    for function in (returns, yields, functools.partial(returns)):
+        with pytest.raises(TypeError, match=rf"^{context.__name__} must decorate .* around code"):
+            context()(function)
 
 
 def test_fp8_autocast_is_accepted_and_no_recipe_means_delayed_scaling():
