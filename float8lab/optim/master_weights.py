@@ -143,9 +143,7 @@ class MasterWeights(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
         if self.inner is not None:
-            del self.inner.param_groups[len(self.param_groups) - 1 :]  # user code removed them
-            self.inner.add_param_group(self._inner_group(self.param_groups[-1]))
-            _copy_options(self.inner.param_groups[-1:], self.param_groups[-1:])
+            self._synchronize()
 
     @torch._disable_dynamo  # Dynamo cannot trace the handling of parameters stored in FP8
     @torch.no_grad()
@@ -305,30 +303,31 @@ class MasterWeights(torch.optim.Optimizer):
             self._make_master(p)
         return {**group, "params": [self.masters.get(p, p) for p in params]}
 
-    def _make_master(self, p: Tensor, *, needed: bool = False) -> None:
-        """Give a stored parameter a master if it is ``needed`` now or will be needed."""
+    def _make_master(self, p: Tensor, *, needed: bool = False) -> bool:
+        """Give a stored parameter a master if it is ``needed``, now or later; return if it is."""
         local = local_of(p)
         is_shorter = local.dtype != self._master_dtype and local.dtype in HIGH_PRECISION_DTYPES[1:]
         is_stored = isinstance(local, Float8Tensor) or (self._also_16_bit and is_shorter)
-        due = needed or p.requires_grad or p.grad is not None
-        if due and is_stored and p not in self.masters:
+        due = is_stored and (needed or p.requires_grad or p.grad is not None)
+        if due and p not in self.masters:
             self.masters[p] = _new_master(p, self._master_dtype)
             self._written[p] = _Written(p, self.masters[p])
+        return due
 
     @torch.no_grad()
     def _synchronize(self, needed: set[Tensor] | None = None) -> torch.optim.Optimizer:
         """Update masters and the inner optimizer's groups to match the parameters.
 
-        Between two steps, user code may have changed options, removed groups, replaced or unfrozen
-        parameters of a group, or written to a parameter.
+        Between two steps, user code may have changed options, added or removed groups, replaced or
+        unfrozen parameters of a group, or written to a parameter.
         """
         if (inner := self.inner) is None:
             raise RuntimeError("MasterWeights must be constructed before it is used.")
+        inner.param_groups += [{"params": []} for _ in self.param_groups[len(inner.param_groups) :]]
         del inner.param_groups[len(self.param_groups) :]
         _copy_options(self.param_groups, inner.param_groups)
         self._match_groups(inner, needed or set())
-        for p in self._written.keys() - self.masters.keys():
-            del self._written[p]
+        self._written = {p: w for p, w in self._written.items() if p in self.masters}
         for p, master in self.masters.items():
             if p not in self._written or not self._written[p].is_current(p):
                 local, local_master = local_of(p), local_of(master)
@@ -341,7 +340,8 @@ class MasterWeights(torch.optim.Optimizer):
         return inner
 
     def _match_groups(self, inner: torch.optim.Optimizer, needed: set[Tensor]) -> None:
-        """Put the masters of the groups' current parameters into the inner optimizer's groups."""
+        """Put the masters of the groups' current parameters into the inner optimizer's groups.
+        Masters and states of parameters that are in no group any more are dropped."""
         # A parameter that was moved from or to the meta device gets a new master.
         old_masters = {p: m for p, m in self.masters.items() if m.is_meta == p.is_meta}
         self.masters.clear()
@@ -349,15 +349,15 @@ class MasterWeights(torch.optim.Optimizer):
             for p in group["params"]:
                 if p in old_masters:
                     self.masters[p] = old_masters[p]
-                    continue
-                self._make_master(p, needed=p in needed)
-                if p in self.masters:
+                elif self._make_master(p, needed=p in needed):
                     # Some optimizers make the state of a parameter in their constructor.
                     fresh = self._make_inner([{**inner_group, "params": [self.masters[p]]}])
-                    inner.state.pop(p, None)
                     inner.state.update(fresh.state)
             # The list is changed in place, as LBFGS keeps a reference to it.
             inner_group["params"][:] = [self.masters.get(p, p) for p in group["params"]]
+        members = {p for group in inner.param_groups for p in group["params"]}
+        for p in [key for key in inner.state if isinstance(key, Tensor) and key not in members]:
+            del inner.state[p]
 
     def _pass_gradients(self) -> None:
         for p, master in self.masters.items():
@@ -481,7 +481,12 @@ def _new_master(p: Tensor, dtype: torch.dtype) -> Tensor:
         if initial is not None:
             initial = initial.to(local.device)
             # A checkpoint may have been loaded since the initialization.
-            value = initial if _describes(initial, local) else value
+            if _describes(initial, local):
+                value = initial
+                if dtype.itemsize < 4 and not (_shares_blocks(p) or local._shared_scales):
+                    # The parameter must be the rounded master, quantized, as after a step.
+                    stored = local.qdata, local.scale, local.amax
+                    quantize_blocks_([(value.to(dtype), local.spec, stored)])
             local.clear_high_precision_init_val()
     return with_local(p, value.to(dtype, copy=True).contiguous()).detach().requires_grad_()
 

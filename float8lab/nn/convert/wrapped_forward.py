@@ -17,9 +17,12 @@ __all__ = ["rebind_forward", "wrapped_forward"]
 
 
 def rebind_forward(layer: nn.Module) -> None:
-    """Make a wrapper around a layer's forward, if there is any, call its present class."""
+    """Make wrappers around a layer's forward, if there are any, call its present class."""
+    forward = type(layer).forward.__get__(layer)
     if (wrapped := wrapped_forward(layer)) is not None:
-        wrapped.cell_contents = type(layer).forward.__get__(layer)
+        wrapped.cell_contents = forward
+    if getattr(vars(layer).get("_old_forward"), "__self__", None) is layer:
+        vars(layer)["_old_forward"] = forward  # which Accelerate's hooks call
 
 
 def wrapped_forward(layer: nn.Module) -> CellType | None:

@@ -141,6 +141,16 @@ def test_to_high_precision_restores_the_model():
     assert isinstance(model.lm_head, float8lab.Linear)
 
 
+def test_to_high_precision_keeps_a_hook_of_accelerate():
+    """Such a hook replaces ``forward``, and calls the bound forward that it has kept."""
+    layer = float8lab.convert_to_float8(nn.Linear(32, 16))
+    layer._old_forward = layer.forward
+    layer.forward = lambda x: layer._old_forward(2 * x)
+    float8lab.to_high_precision(layer)
+    x = torch.randn(3, 32)
+    assert torch.equal(layer(x), nn.functional.linear(2 * x, layer.weight, layer.bias))
+
+
 def test_to_high_precision_dequantizes_stored_weights():
     with float8lab.fp8_model_init():
         model = nn.Sequential(*(float8lab.Linear(16, 16, device="cpu") for _ in range(2)))
