@@ -118,7 +118,13 @@ class MasterWeights(torch.optim.Optimizer):
         self._written: dict[Tensor, _Written] = {}
         defaults = {ROUNDINGS: 0} if self._storage.rounds else {}
         super().__init__(params, defaults)  # type: ignore[arg-type]  # it checks their types
-        self.inner = self._make_inner([self._inner_group(g) for g in self.param_groups])
+        for p in chain.from_iterable(group["params"] for group in self.param_groups):
+            self._make_master(p)
+        groups = [
+            {**group, "params": [self.masters.get(p, p) for p in group["params"]]}
+            for group in self.param_groups
+        ]
+        self.inner = self._make_inner(groups)
         if not isinstance(self.inner, torch.optim.Optimizer):
             raise TypeError(
                 "optimizer_class must make a torch.optim.Optimizer; got "
@@ -295,13 +301,6 @@ class MasterWeights(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return super().__repr__().replace(" (", f" of {type(self.inner).__name__} (", 1)
-
-    def _inner_group(self, group: _Group) -> _Group:
-        """Return a parameter group for the inner optimizer."""
-        params = group["params"]
-        for p in params:
-            self._make_master(p)
-        return {**group, "params": [self.masters.get(p, p) for p in params]}
 
     def _make_master(self, p: Tensor, *, needed: bool = False) -> bool:
         """Give a stored parameter a master if it is ``needed``, now or later; return if it is."""

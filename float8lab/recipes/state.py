@@ -106,7 +106,7 @@ class autocast:
         if region is None:
             return
         STATE.region = None
-        if exc_type not in (None, StopIteration):  # a decorated generator ends with the latter
+        if exc_type not in (None, StopIteration):  # the latter says that a generator is exhausted
             region.discard()
             return
         region.close()
