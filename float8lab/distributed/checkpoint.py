@@ -117,26 +117,18 @@ class StoredWeight:
     def fields(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sharded bytes, uint8, and the scales and amaxes of the unsharded weight."""
         local = self.local
-        scale, amax = local.scale, local.amax
+        scale, amax, qdata = local.scale, local.amax, local.qdata.view(torch.uint8)
         if self.mesh is not None:
             shards = [local, local.replace(scale=local.amax)]
             _, (scale, amax) = reduced_amaxes([self.row_shard] * 2, shards, local.device, self.mesh)
-        qdata = self._bytes_under(scale)
+            segments = [  # requantized with the scales of the unsharded weight
+                cast_rows(local[rows], scale[blocks], self.row_shard.spec).view(torch.uint8)
+                for rows, blocks in self.row_shard.segments
+            ]
+            qdata = torch.cat(segments) if segments else qdata
         if self.placement is not None:
             scale, amax = (self.placement.unshard(x, local.spec) for x in (scale, amax))
-        return qdata, scale, amax
-
-    def _bytes_under(self, scale: Tensor) -> Tensor:
-        """Return the FP8 data for these scales as uint8; a shard is requantized with them."""
-        local = self.local
-        if self.mesh is None:
-            return with_local(self.value, local.qdata.view(torch.uint8))
-        segments = [
-            cast_rows(local[rows], scale[blocks], self.row_shard.spec).view(torch.uint8)
-            for rows, blocks in self.row_shard.segments
-        ]
-        qdata = torch.cat(segments) if segments else local.qdata.view(torch.uint8)
-        return with_local(self.value, qdata)
+        return with_local(self.value, qdata), scale, amax
 
     def unsharded(self) -> Float8Tensor:
         """Return the unsharded weight with the bytes that the ranks multiply; a collective."""
