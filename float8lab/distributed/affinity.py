@@ -22,6 +22,8 @@ from float8lab.distributed.ranks import rank_and_size
 
 __all__ = ["backward_on_this_core"]
 
+_warn_once = functools.cache(warnings.warn)
+
 
 def backward_on_this_core(core: int | None = None) -> AbstractContextManager[None]:
     """Bind the calling thread, and autograd's thread for the current GPU, to one core.
@@ -74,19 +76,11 @@ def _threads() -> list[int]:
     if not torch.cuda.is_available():
         return []
     if not hasattr(os, "sched_setaffinity"):
-        _say_that_there_is_no_affinity()
+        _warn_once("backward_on_this_core has no effect: this system cannot bind threads to cores.")
         return []
     calling = threading.get_native_id()
     backward = _backward_thread(os.getpid(), torch.cuda.current_device())
     return [calling, backward] if calling != backward else []
-
-
-@functools.cache
-def _say_that_there_is_no_affinity() -> None:
-    warnings.warn(
-        "backward_on_this_core has no effect: this system cannot bind threads to cores.",
-        stacklevel=2,
-    )
 
 
 @functools.cache

@@ -123,7 +123,7 @@ def test_without_a_gpu_nothing_is_bound(monkeypatch):
 def test_system_that_cannot_bind_threads_warns_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delattr(os, "sched_setaffinity", raising=False)
-    affinity._say_that_there_is_no_affinity.cache_clear()
+    affinity._warn_once.cache_clear()
     with (
         pytest.warns(UserWarning, match="has no effect: this system cannot"),
         float8lab.backward_on_this_core(),
