@@ -2,9 +2,8 @@
 
 S tokens of a sequence, R ranks, H heads, D features of a head.
 
-Outside attention a rank has ``S / R`` tokens of a sequence. Of 2 R chunks rank r has chunk r and
-chunk 2 R - 1 - r, so that all ranks have equal parts of a causal mask; without load balancing rank
-r has the r-th of R chunks. For attention there are two kinds of ranks, which may be combined:
+Outside attention a rank has ``S / R`` tokens of a sequence, which a load balancing strategy
+chooses. For attention there are two kinds of ranks, which may be combined:
 
 - ranks that *exchange heads* exchange tokens for heads. Each attends to the full sequence for
   ``H / R`` heads, which gives the same numbers as a single rank, whatever the mask, and sends the
@@ -126,14 +125,12 @@ class ContextParallel:
                 f"{len(groups)}. Pass [ranks that exchange heads, ranks that share tokens] for "
                 "'a2a+p2p', and one group for the others."
             )
-        first, *second = (TokenRanks.of(group, strategy) for group in groups)
-        one_rank = replace(first, size=1, rank=0, group=None)
-        if second:
-            context = cls(first, second[0])
-        elif comm_type == "a2a":
-            context = cls(first, one_rank)
+        ranks = [TokenRanks.of(group, strategy) for group in groups]
+        ranks.append(replace(ranks[0], size=1, rank=0, group=None))
+        if comm_type.startswith("a2a"):
+            context = cls(ranks[0], ranks[1])
         else:
-            context = cls(one_rank, first, comm_type == "all_gather")
+            context = cls(ranks[1], ranks[0], comm_type == "all_gather")
         return context if context.ranks.size > 1 else None
 
     @property

@@ -288,8 +288,7 @@ class _Offload(AbstractContextManager["_Offload"]):
         self._pass = _Pass()
         self._ended: _Layer | None = None  # a layer that has ended and is not released
         self._entered: list[tuple[saved_tensors_hooks, dict[StorageWeakRef, bool] | None]] = []
-        # Casts of weights by storage: True if they outlive the step, False if forward made them.
-        self._weights: dict[StorageWeakRef, bool] = {}
+        self._weights: dict[StorageWeakRef, bool] = {}  # ``WEIGHT_CASTS.outlive_step`` inside
 
     def __enter__(self) -> _Offload:
         hooks = saved_tensors_hooks(self._pack, lambda unpack: unpack())

@@ -28,7 +28,7 @@ from torch._utils import _unflatten_dense_tensors
 from float8lab.arguments import check_instance, check_shape
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import Float8Spec
-from float8lab.ops import amax_op, cast_many_op, factors_from_amax, round_up
+from float8lab.ops import cast_many_op, factors_from_amax, round_up
 from float8lab.ops.grouped import amaxes_of_blocks, matrices_of_blocks
 from float8lab.recipes.delayed import Factors, QuantParams
 from float8lab.recipes.reduction import AmaxChannel, amax_over_ranks, channel
@@ -280,8 +280,6 @@ def _shard_amaxes(shard: Tensor, row_shard: RowShard) -> list[Tensor]:
         is_one_segment = shard._window is None and len(row_shard.segments) == 1
         segments = [shard] if is_one_segment else [shard[rows] for rows, _ in row_shard.segments]
         return [_largest_scales(cast(Float8Tensor, segment), block) for segment in segments]
-    if shard.ndim == 2:
-        return [amax_op("", (shard[rows],), shard.dtype, block) for rows, _ in row_shard.segments]
     return [amaxes_of_blocks(shard[rows], block) for rows, _ in row_shard.segments]
 
 
