@@ -53,10 +53,7 @@ def _call(dtensor: Any, op: Any, arguments: Mapping[str, Any], declared: Any) ->
     unsharded = tree_map_only(Tensor, lambda x: torch.empty_strided(
         x.shape, x.stride(), dtype=x.dtype, device="meta"
     ), arguments)  # fmt: skip
-    results = declared.outputs(*unsharded.values())
-    single = not isinstance(results, tuple)
-    if single:
-        results = (results,)
+    results = tree_leaves(declared.outputs(*unsharded.values()))
     choices: list[tuple[Sequence[Placing], Mapping[str, Placing]]] = [((None,) * len(results), {})]
     if declared.sharding is not None:
         choices += declared.sharding(SimpleNamespace(**unsharded))
@@ -88,25 +85,22 @@ def _call(dtensor: Any, op: Any, arguments: Mapping[str, Any], declared: Any) ->
     axes = range(mesh.ndim)
     chosen = [min(choices, key=lambda choice: bytes_moved(axis, choice)) for axis in axes]
 
-    def local(name: str, x: Tensor) -> Tensor:
+    def local(name: str, x: Any) -> Tensor:
         target = [placement(choice[1].get(name), x) for choice in chosen]
         if not isinstance(x, dtensor.DTensor):
             if all(shards.is_replicate() for shards in target):
                 return x
             x = dtensor.DTensor.from_local(x, mesh, placements_of(x), run_check=False)
-        sharded: Any = x
-        if tuple(target) != tuple(sharded.placements):
-            if not torch.is_grad_enabled():
-                sharded = sharded.detach()  # torch 2.11 cannot redistribute a parameter then
-            sharded = sharded.redistribute(mesh, target)
-        return sharded.to_local()
+        if tuple(target) != tuple(x.placements):
+            # Detached, since torch 2.11 cannot redistribute a parameter where autograd is disabled.
+            x = x.detach().redistribute(mesh, target)
+        return x.to_local()
 
     local_arguments = (tree_map_only(Tensor, partial(local, n), v) for n, v in arguments.items())
     shard_results = op(*local_arguments)
     wrapped = []
-    shards = (shard_results,) if single else shard_results
-    for i, (result, shard) in enumerate(zip(results, shards, strict=True)):
+    for i, (result, shard) in enumerate(zip(results, tree_leaves(shard_results), strict=True)):
         placements = [placement(choice[0][i], shard) for choice in chosen]
         layout = {"shape": result.shape, "stride": result.stride(), "run_check": False}
         wrapped.append(dtensor.DTensor.from_local(shard, mesh, placements, **layout))
-    return wrapped[0] if single else tuple(wrapped)
+    return tuple(wrapped) if isinstance(shard_results, tuple) else wrapped[0]
