@@ -1,11 +1,8 @@
 """Cast matrices to FP8; transpose them.  M rows, K columns, E groups.
 
-A cast can pad: both dimensions of the result are rounded up to a multiple of ``align``. All
-results, scales included, are as if the input had been padded with zeros first.
-
-The input of a cast is a matrix, or the values of a prologue (``prologue.py``) rounded to ``dtype``:
-a fused cast gives the same bytes as if these values were written and then cast. The rows of a
-matrix may be in groups, or the input is a batch of matrices, each cast separately (``grouped.py``).
+All results of a cast that pads, scales included, are as if the input had been padded with zeros
+first. A cast of a prologue (``prologue.py``) gives the same bytes as if its values were written and
+then cast. Groups, and the matrices of a batch, are cast separately (``grouped.py``).
 """
 
 from __future__ import annotations
@@ -90,8 +87,7 @@ def cast(
         else:
             q_t, scale_t = _transposed(q), None if scale is None else _transposed(scale)
         return CastResults(q, scale, None, q_t, scale_t, sums)
-    needs_check = amaxes is not None and (prologue or given is not None)
-    if needs_check and not has_amax(prologue, block, given):
+    if not has_amax(prologue, block, given):
         amaxes = None
     if columnwise:
         return CastResults(None, None, amaxes, q, scale, sums)

@@ -34,11 +34,10 @@ def cross_entropy_statistics(logits: Tensor, target: Tensor) -> Tensor:
     largest = x.amax(1) if V else x.new_full(x.shape[:1], -torch.inf)
     exp_sum = (x - torch.where(largest == -torch.inf, 0.0, largest)[:, None]).exp().sum(1)
     is_local = (target >= 0) & (target < V)
+    target_logit = torch.zeros_like(exp_sum)
     if V:
         column = torch.where(is_local, target, 0).long()
         target_logit = torch.where(is_local, x.gather(1, column[:, None]).squeeze(1), 0.0)
-    else:
-        target_logit = torch.zeros_like(exp_sum)
     return torch.stack([largest, exp_sum, target_logit, x.sum(1)])
 
 

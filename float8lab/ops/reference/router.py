@@ -6,6 +6,7 @@ the first expert counts as larger, and NaN counts as larger than any score.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -82,10 +83,7 @@ def route(
     if group_topk:
         groups = ranked.unflatten(1, (num_groups, -1))
         values = groups.sort(dim=-1, descending=True, stable=True).values[..., : topk // group_topk]
-        score_sum = values[..., 0]
-        for value in values.unbind(-1)[1:]:
-            score_sum = score_sum + value
-        inside = _are_best(score_sum, group_topk)
+        inside = _are_best(functools.reduce(torch.add, values.unbind(-1)), group_topk)
         ranked = groups.masked_fill(~inside[..., None], -torch.inf).flatten(1)
     chosen = _are_best(ranked, topk)
     if dense:
