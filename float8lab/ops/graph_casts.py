@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -191,13 +192,11 @@ def _at_casts(*handlers: Callable[..., None]) -> Callable[[ModuleType], None]:
     """Return a function that makes a module's passes call ``handlers`` for each cast."""
 
     def register(module: ModuleType) -> None:
-        try:
+        with suppress(AttributeError, TypeError):  # these names are private
             matcher = torch._inductor.pattern_matcher
             pattern = matcher.CallFunctionVarArgs(overload_named("cast.pure"))
             for handler in handlers:
                 matcher.register_graph_pattern(pattern, pass_dict=module.pass_patterns[0])(handler)
-        except (AttributeError, TypeError):  # these names are private
-            return
 
     return register
 

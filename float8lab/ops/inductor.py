@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -66,7 +67,7 @@ def call_site(
 
 def _register(lowering: ModuleType) -> None:
     """Make Inductor write call sites; if its private names have changed, it writes ops."""
-    try:
+    with suppress(AttributeError, TypeError):  # these names are private
         kind = _operation_class(lowering.ir)
         for overload in declare.OPS.declared:
             if overload not in lowering.lowerings:
@@ -74,8 +75,6 @@ def _register(lowering: ModuleType) -> None:
                 constraint = lowering.tag_to_layout_constraint(tag)
                 lowering.make_fallback(overload, layout_constraint=constraint, warn=False)
             lowering.lowerings[overload] = _with_call_site(lowering, overload, kind)
-    except (AttributeError, TypeError):  # these names are private
-        return
 
 
 def _with_call_site(
