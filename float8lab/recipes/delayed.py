@@ -193,15 +193,6 @@ class ScalePack:
             rows = unused.pop(start)
         return rows if isinstance(slots, int) else rows[slots.start - start : slots.stop - start]
 
-    def set_factors(self, slots: slice, factors: Tensor, seeded: Tensor | bool = True) -> None:
-        """Set the factors ``[2, slots]`` of consecutive slots to values from outside their history.
-
-        ``seeded`` says which of these slots have a scale from now on.
-        """
-        self.factors[:, slots].copy_(factors)
-        self.seeded[slots].bitwise_or_(seeded)
-        self.forget_live()
-
     def has_scale(self) -> Tensor:
         """Return ``[S]`` bool: whether the slot has a scale that was computed or set."""
         return self.seeded | (self.steps > 0)
@@ -422,10 +413,7 @@ class DelayedSlots:
         return self.columns_of(index, experts)
 
     def is_seeded(self, index: int) -> bool:
-        """Return whether the host knows that all slots of a tensor have a scale; do not wait.
-
-        The slots of an expert that has had no rows so far have none.
-        """
+        """Return whether the host knows that all slots of a tensor have a scale; do not wait."""
         if not self.seeded[index] and index in self._asked:
             answer = self._asked[index].get()
             if answer is not None:
@@ -462,13 +450,15 @@ class DelayedSlots:
         """Set the first factors of a tensor's slots; for experts, of those that have rows."""
         pack, columns = self.pack, self.columns_of(index, experts)
         pack.first_scales.append((weakref.ref(self), index))
+        old, new = pack.factors[:, columns], factors.view(2, -1)
+        pack.forget_live()
         if not isinstance(x, Groups):
-            pack.set_factors(columns, factors.view(2, -1))
-            self.seeded[index] = True
+            old.copy_(new)
+            self.seeded[index] = pack.seeded[columns] = True
             return
         has_rows = x.has_rows()
-        old = pack.factors[:, columns]
-        pack.set_factors(columns, torch.where(has_rows, factors.view(2, -1), old), has_rows)
+        old.copy_(torch.where(has_rows, new, old))
+        pack.seeded[columns].bitwise_or_(has_rows)
         is_captured = pack.factors.is_cuda and torch.cuda.is_current_stream_capturing()
         if index not in self._asked and not is_captured and has_data(has_rows):
             self._asked[index] = Answer(pack.has_scale()[columns].all())
@@ -497,8 +487,8 @@ class DelayedSlots:
 
     def __getstate__(self) -> dict[str, object]:
         tensors = {name: t.clone() for name, t in self.tensors().items() if name in _TENSORS}
-        values = {name: getattr(self, name) for name in ("fp8_dtypes", "forward", "key")}
-        values |= {"seeded": list(self.seeded), "widths": self.widths}
+        values = {name: getattr(self, name) for name in ("fp8_dtypes", "forward", "key", "widths")}
+        values["seeded"] = list(self.seeded)
         self._pickled = tensors  # a process that starts opens their shared memory after this call
         return {"recipe": self.pack.recipe, **values, "tensors": tensors}
 
@@ -700,10 +690,7 @@ def own_amax(x: Tensor | Prologue | Groups) -> Tensor:
 
 
 def merge_packs(packs: Iterable[ScalePack]) -> list[ScalePack]:
-    """Merge packs with the same recipe, group, TensorParallel and device into one pack each.
-
-    A pack whose addresses a CUDA graph has recorded is not merged.
-    """
+    """Merge packs with the same recipe, group, TensorParallel and device into one pack each."""
     batches: dict[tuple[object, ...], list[ScalePack]] = {}
     for pack in packs:
         unmergeable = pack if pack.is_recorded() else None

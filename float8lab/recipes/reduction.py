@@ -196,13 +196,9 @@ def has_ranks() -> bool:
 
 def reducing_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return the process group meant by ``group`` (None: the default), or None if it is trivial."""
-    if not has_ranks():
+    if not has_ranks() or dist.get_world_size(group) <= 1:  # -1 where this rank is not a member
         return None
-    group = dist.group.WORLD if group is None else group
-    no_member: object = dist.GroupMember.NON_GROUP_MEMBER
-    if group is None or group is no_member or dist.get_world_size(group) == 1:
-        return None
-    return group
+    return dist.group.WORLD if group is None else group
 
 
 def includes_shards(pack: ScalePack) -> bool:
