@@ -274,7 +274,6 @@ class MasterWeights(torch.optim.Optimizer):
                 f"The state_dict holds master weights of {unused} parameters that are not stored "
                 "in FP8 here; they were not loaded. Copy them into the parameters to keep their "
                 "precision.",
-                UserWarning,
                 stacklevel=4,
             )
 
