@@ -195,11 +195,10 @@ def check_instance(
     name: str, value: object, kinds: object, noun: str, *, optional: bool = False
 ) -> None:
     """Check for an instance of ``kinds``, as ``isinstance`` takes them; ``noun`` names them."""
-    is_instance = isinstance(value, kinds)  # type: ignore[arg-type]
-    if not (is_instance or (value is None and optional)):
-        prefix = "None or " if optional else ""
+    if not (isinstance(value, kinds) or (value is None and optional)):  # type: ignore[arg-type]
         raise TypeError(
-            f"{name} must be {prefix}{noun}; got {shown(value)}. Pass an object of that type."
+            f"{name} must be {'None or ' if optional else ''}{noun}; got {shown(value)}. Pass an "
+            "object of that type."
         )
 
 

@@ -264,9 +264,7 @@ class Spec:
             object.__setattr__(self, name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name in ("fp8_dtype", "block", "scale_rule"):
-            object.__setattr__(self, name, state[name])
-        self.__post_init__()
+        Spec.__init__(self, state["fp8_dtype"], state["block"], state["scale_rule"])
 
     @property
     def packed_dim(self) -> int:

@@ -32,6 +32,7 @@ __all__ = [
 
 InitMethod: TypeAlias = Callable[[Tensor], object]
 """Initialises a tensor in place; its return value is ignored."""
+_normal_init = partial(nn.init.normal_, mean=0.0, std=0.023)
 
 
 class _RngStateTracker(Protocol):
@@ -72,11 +73,6 @@ def reset_children(module: nn.Module) -> None:
         reset = getattr(child, "reset_parameters", None)
         if callable(reset):
             reset()
-
-
-def _normal_init(weight: Tensor) -> None:
-    """Initialise a weight by the default: normal, mean 0, standard deviation 0.023."""
-    nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
 def draw_from_tracker(
@@ -222,8 +218,7 @@ class MovedInPlace(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         parameters = self._parameters
-        present = [(name, p) for name, p in parameters.items() if p is not None]
-        stored = [(name, p) for name, p in present if isinstance(p, Float8Tensor)]
+        stored = [(name, p) for name, p in parameters.items() if isinstance(p, Float8Tensor)]
         moved: dict[str, nn.Parameter] = {}
         try:
             with torch.no_grad():

@@ -315,12 +315,8 @@ def _split(run: int, sizes: Sequence[int]) -> list[int] | None:
     for d in range(len(sizes) - 1, -1, -1):
         if run == 1:
             break
-        if run >= sizes[d]:
-            if run % sizes[d] and d:
-                return None
-            blocks[d], run = -1, max(run // sizes[d], 1)
-        else:
-            if d and sizes[d] % run:
-                return None
-            blocks[d], run = run, 1
+        spans = run >= sizes[d]
+        if d and (run % sizes[d] if spans else sizes[d] % run):
+            return None
+        blocks[d], run = (-1, run // sizes[d]) if spans else (run, 1)
     return blocks

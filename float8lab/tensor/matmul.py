@@ -142,9 +142,8 @@ def _addmm(
 def _baddbmm(
     op: OpOverload, bias: Tensor, a: Tensor, b: Tensor, *, beta: complex = 1, alpha: complex = 1
 ) -> _Result:
-    out: _Result = NotImplemented
-    if not isinstance(bias, Float8Tensor):
-        out = _fp8_mm(a, b, transposed=True, ndim=3)
+    is_plain = not isinstance(bias, Float8Tensor)
+    out = _fp8_mm(a, b, transposed=True, ndim=3) if is_plain else NotImplemented
     if not isinstance(out, Tensor):
         return out
     scaled = torch.mul(out, alpha)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -365,9 +366,6 @@ def _codes_of_kinds(dtype: torch.dtype) -> dict[str, list[int]]:
 @functools.cache
 def _exponents_of_codes(dtype: torch.dtype) -> dict[int, int]:
     """Return ``floor(log2(|code|))`` of each finite nonzero code, in ascending order."""
-    exponents = [
-        (math.frexp(value)[1] - 1, code)
-        for code, value in enumerate(code_values(dtype).tolist())
-        if value and math.isfinite(value)
-    ]
-    return {code: exponent for exponent, code in sorted(exponents)}
+    values = enumerate(code_values(dtype).tolist())
+    exponents = {c: math.frexp(v)[1] - 1 for c, v in values if v and math.isfinite(v)}
+    return dict(sorted(exponents.items(), key=operator.itemgetter(1)))

@@ -107,9 +107,8 @@ class InferenceParams:
         self.cache_dtype = dtype if cache_dtype is None else cache_dtype
         self.is_paged = is_paged
         self.page_size = check_size("page_size", page_size, minimum=1, optional=True) or 128
-        most = max_batch_size * -(-max_sequence_length // self.page_size)
-        check_size("total_num_pages", total_num_pages, minimum=1, optional=True)
-        self.total_num_pages = most if total_num_pages is None else total_num_pages
+        pages = check_size("total_num_pages", total_num_pages, minimum=1, optional=True)
+        self.total_num_pages = pages or max_batch_size * -(-max_sequence_length // self.page_size)
         if not is_paged:
             self.page_size, self.total_num_pages = max_sequence_length, max_batch_size
         sizes = {"num_heads_kv": num_heads_kv, "head_dim_k": head_dim_k, "head_dim_v": head_dim_v}

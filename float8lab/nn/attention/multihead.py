@@ -352,11 +352,12 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         if angles is not None:
             cu_seqlens_q, cu_seqlens_k = lengths.cu_seqlens_q, lengths.cu_seqlens_of_keys
             waves = self._waves_of(query, angles[0], inference_params, cu_seqlens_q)
-            query = self._rotate(query, waves)
+            interleaved = self.rotary_pos_interleaved
+            query = rotary.rotate_heads(query, waves, self.qkv_format, interleaved=interleaved)
             are_same = angles[0] is angles[1] and cu_seqlens_k is cu_seqlens_q
             if not are_same or self.attention_type == "cross":
                 waves = self._waves_of(key, angles[1], inference_params, cu_seqlens_k)
-            key = self._rotate(key, waves)
+            key = rotary.rotate_heads(key, waves, self.qkv_format, interleaved=interleaved)
             # A view would keep the memory of the unrotated query and key until backward.
             value = value.contiguous() if torch.is_grad_enabled() else value
         if not self.qk_norm_before_rope:
@@ -482,7 +483,3 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
             cu_seqlens=cu_seqlens if is_packed else None,
             ranks=ONE_RANK if context is None else context.ranks,
         )  # fmt: skip
-
-    def _rotate(self, x: Tensor, waves: rotary.Waves) -> Tensor:
-        interleaved = self.rotary_pos_interleaved
-        return rotary.rotate_heads(x, waves, self.qkv_format, interleaved=interleaved)
