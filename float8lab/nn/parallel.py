@@ -295,12 +295,10 @@ class ContextParallelModule(TensorParallelModule):
             TypeError: ``cp_group`` is not a process group.
             ValueError: ranks that exchange heads cannot share them, or a name is unknown.
         """
-        kinds = (list, tuple, range)
-        arguments.check_instance(
-            "cp_global_ranks", cp_global_ranks, kinds, "a list of ranks", optional=True
-        )
+        name, kinds = "cp_global_ranks", (list, tuple, range)
+        arguments.check_instance(name, cp_global_ranks, kinds, "a list of ranks", optional=True)
         for rank in cp_global_ranks or ():
-            arguments.check_size("cp_global_ranks", rank)
+            arguments.check_size(name, rank)
         context = ContextParallel.of(cp_group, cp_comm_type, load_balancing_strategy)
         module = cast(nn.Module, self)
         modules = [m for m in module.modules() if isinstance(m, ContextParallelModule)]

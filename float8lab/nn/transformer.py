@@ -138,8 +138,8 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
             output_layernorm=output_layernorm, parallel_attention_mlp=parallel_attention_mlp,
             set_parallel_mode=set_parallel_mode, sequence_parallel=sequence_parallel,
         )  # fmt: skip
-        hidden_dropout = check_number("hidden_dropout", hidden_dropout, minimum=0, maximum=1)
-        drop_path_rate = check_number("drop_path_rate", drop_path_rate, minimum=0, maximum=1)
+        self.hidden_dropout = check_number("hidden_dropout", hidden_dropout, minimum=0, maximum=1)
+        self.drop_path_rate = check_number("drop_path_rate", drop_path_rate, minimum=0, maximum=1)
         if parallel_attention_mlp and (
             layer_type == "decoder" or apply_residual_connection_post_layernorm or output_layernorm
         ):
@@ -148,10 +148,10 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
                 "apply_residual_connection_post_layernorm or output_layernorm; got True. Attention "
                 "and MLP run on one input there: turn the others off."
             )
-        if drop_path_rate and attn_input_format == "thd":
+        if self.drop_path_rate and attn_input_format == "thd":
             raise NotImplementedError(
-                f"drop_path_rate must be 0 for attn_input_format='thd'; got {drop_path_rate}. Use "
-                "'bshd', where each sample has a row."
+                f"drop_path_rate must be 0 for attn_input_format='thd'; got {self.drop_path_rate}. "
+                "Use 'bshd', where each sample has a row."
             )
         self.overlap = parallel.overlap_of("TransformerLayer", ub)
         ranks = parallel.parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
@@ -159,7 +159,6 @@ class TransformerLayer(nn.Module, parallel.ContextParallelModule):
         self.sequence_parallel = sequence_parallel
         self.layer_type, self.layer_number = layer_type, layer_number
         self.attn_input_format = attn_input_format
-        self.hidden_dropout, self.drop_path_rate = hidden_dropout, drop_path_rate
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
         self.output_layernorm = output_layernorm
         self.parallel_attention_mlp = parallel_attention_mlp

@@ -167,13 +167,13 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         check_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
         check_callables((), get_rng_state_tracker=get_rng_state_tracker)
         check_choice("attention_type", attention_type, ("self", "cross"))
-        num_attention_heads = check_size("num_attention_heads", num_attention_heads, minimum=1)
-        groups = check_groups(num_attention_heads, num_gqa_groups)
+        self.num_attention_heads = check_size("num_attention_heads", num_attention_heads, minimum=1)
+        self.num_gqa_groups = check_groups(self.num_attention_heads, num_gqa_groups)
         self.tp_size = parallel.parallel_size(tp_size, tp_group, "column")
         # A rank has complete groups: a key/value head with all its query heads. If several ranks
         # shared a head, each would compute it, and have a partial gradient of it.
-        local_groups = parallel.share_of("num_gqa_groups", groups, self.tp_size)
-        local_heads = num_attention_heads // self.tp_size
+        local_groups = parallel.share_of("num_gqa_groups", self.num_gqa_groups, self.tp_size)
+        local_heads = self.num_attention_heads // self.tp_size
         attention_dropout = check_number("attention_dropout", attention_dropout, minimum=0, below=1)
         names = check_names("backends", backends)
         if isinstance(backends, str) or not names or not set(names) <= set(BACKENDS):
@@ -185,8 +185,6 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         is_pair = isinstance(kv_channels, (list, tuple)) and len(kv_channels) == 2
         channels: Any = kv_channels if is_pair else (kv_channels, kv_channels)
         pair = tuple(check_size("kv_channels", size, minimum=1) for size in channels)
-        self.num_attention_heads = num_attention_heads
-        self.num_gqa_groups = groups
         self.num_attention_heads_per_partition = local_heads
         self.num_gqa_groups_per_partition = local_groups
         self.qk_channels, self.v_channels = pair
@@ -295,8 +293,7 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
             cu_seqlens_kv: the same for key and value; None is ``cu_seqlens_q`` in self attention.
             max_seqlen_q: for thd, the longest sequence, computed if None; unused otherwise.
             max_seqlen_kv: the same for key and value.
-            attn_mask_type: overrides the constructor's argument.
-            window_size: overrides the constructor's argument.
+            attn_mask_type: overrides the constructor's argument, like ``window_size``.
             checkpoint_core_attention: recompute the attention in backward, to save memory.
             core_attention_bias_type: ``no_bias``; ``pre_scale_bias``: the bias is added before the
                 scores are scaled; ``post_scale_bias``: it is added afterwards; ``alibi``.
@@ -450,7 +447,6 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
         return attend(q, k, v, problem, chosen)
 
     def _warn_once(self, subject: str, text: str) -> None:
-        """Warn about a call, once for each subject."""
         if not torch.compiler.is_compiling() and subject not in self._warned:
             self._warned.add(subject)
             text += " explain() says what a call gets (said once per module)."
@@ -551,10 +547,8 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
             rules, attention_mask, inference_params, *lengths, *bias[1:]
         ):
             return
-        check_instance(
-            "inference_params", inference_params, InferenceParams, "an InferenceParams",
-            optional=True,
-        )  # fmt: skip
+        kind, noun = InferenceParams, "an InferenceParams"
+        check_instance("inference_params", inference_params, kind, noun, optional=True)
         check_size("max_seqlen_q", lengths.max_seqlen_q, optional=True)
         check_size("max_seqlen_kv", lengths.max_seqlen_kv, optional=True)
         heads = self.num_attention_heads_per_partition

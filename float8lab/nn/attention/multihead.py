@@ -55,7 +55,6 @@ QK_NORMS: dict[str, Callable[..., nn.Module]] = {
 
 
 def _angles_of(rotary_pos_emb: RotaryArgument) -> tuple[Tensor, Tensor] | None:
-    """Return the angles of queries and of keys, or None."""
     if rotary_pos_emb is None:
         return None
     pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
@@ -196,10 +195,11 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         check_norm(normalization, "layernorm_epsilon", layernorm_epsilon)
         arguments.check_choice("qk_norm_type", qk_norm_type, (*QK_NORMS, None))
         qk_norm_eps = arguments.check_number("qk_norm_eps", qk_norm_eps, minimum=0)
-        hidden_size = arguments.check_size("hidden_size", hidden_size, minimum=1)
-        num_attention_heads, groups, kv_channels = _check_sizes(
+        self.hidden_size = hidden_size = arguments.check_size("hidden_size", hidden_size, minimum=1)
+        self.num_attention_heads, self.num_gqa_groups, self.kv_channels = _check_sizes(
             hidden_size, num_attention_heads, num_gqa_groups, kv_channels
         )
+        heads, channels = self.num_attention_heads, self.kv_channels
         if return_layernorm_output and not input_layernorm:
             raise ValueError(
                 "return_layernorm_output must be False without input_layernorm; got True. There "
@@ -213,10 +213,6 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         self.overlap = parallel.overlap_of("MultiheadAttention", ub)
         ranks = parallel.parallel_size(tp_size, tp_group, "column" if set_parallel_mode else None)
         self.tp_size, self.tp_group = ranks, tp_group
-        self.hidden_size = hidden_size
-        self.num_attention_heads = num_attention_heads
-        self.num_gqa_groups = groups
-        self.kv_channels = kv_channels
         self.qkv_format = qkv_format
         self.attn_mask_type = canonical_mask_type(attn_mask_type)
         self.attention_type = attention_type
@@ -229,7 +225,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         self.set_parallel_mode = set_parallel_mode
         self.rotary_pos_interleaved = rotary_pos_interleaved
         self.core_attention = DotProductAttention(
-            num_attention_heads, kv_channels, num_gqa_groups=num_gqa_groups,
+            heads, channels, num_gqa_groups=num_gqa_groups,
             attention_dropout=attention_dropout, qkv_format=qkv_format,
             attn_mask_type=attn_mask_type, window_size=window_size,
             sequence_parallel=sequence_parallel, tp_size=ranks,
@@ -251,7 +247,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         columns = {**common, "init_method": init_method, "parallel_mode": column}
         self._add_projections(columns, {**columns, **norm} if input_layernorm else columns)
         self.proj = Linear(
-            num_attention_heads * kv_channels, hidden_size, return_bias=return_bias,
+            heads * channels, hidden_size, return_bias=return_bias,
             init_method=output_layer_init_method, parallel_mode=row, **common,
         )  # fmt: skip
         self.core_attention.to(self.proj.weight.device)
@@ -260,7 +256,7 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         if qk_norm_type is not None:
             self.q_norm, self.k_norm = (
                 QK_NORMS[qk_norm_type](
-                    kv_channels, eps=qk_norm_eps, sequence_parallel=set_parallel_mode and ranks > 1,
+                    channels, eps=qk_norm_eps, sequence_parallel=set_parallel_mode and ranks > 1,
                     params_dtype=params_dtype, device=device,
                 )
                 for _ in range(2)
