@@ -218,7 +218,8 @@ class MovedInPlace(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         parameters = self._parameters
-        stored = [(name, p) for name, p in parameters.items() if isinstance(p, Float8Tensor)]
+        present = [(name, p) for name, p in parameters.items() if p is not None]
+        stored = [(name, p) for name, p in present if isinstance(p, Float8Tensor)]
         moved: dict[str, nn.Parameter] = {}
         try:
             with torch.no_grad():

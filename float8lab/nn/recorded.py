@@ -38,7 +38,6 @@ PLAIN = frozenset(
 )
 """Types whose values cannot change."""
 
-_Aliases = dict[int, nn.Parameter]
 _Result = TypeVar("_Result")
 
 
@@ -383,7 +382,7 @@ def _alias(parameter: nn.Parameter) -> nn.Parameter:
 
 
 @contextmanager
-def _holding(module: nn.Module, aliases: _Aliases) -> Iterator[None]:
+def _holding(module: nn.Module, aliases: dict[int, nn.Parameter]) -> Iterator[None]:
     """Replace modules' parameters by their aliases, which are listed by the parameter's id."""
     replaced = [
         (m, name, parameter)

@@ -56,8 +56,6 @@ class Alibi(NamedTuple):
 
 def check_bias(bias_type: str, bias: Tensor | None, slopes: Tensor | None) -> None:
     """Raise unless the three arguments of a bias fit together."""
-    if bias_type == "no_bias" and bias is None and slopes is None:
-        return
     check_choice("core_attention_bias_type", bias_type, BIAS_TYPES)
     for name, tensor in (("core_attention_bias", bias), ("alibi_slopes", slopes)):
         if tensor is not None:

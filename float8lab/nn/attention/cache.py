@@ -140,9 +140,8 @@ class Cached(NamedTuple):
 
     def attend(self, q: Tensor, window: tuple[int, int], scale: float) -> Tensor:
         """Compute the attention of a call's queries, ``[B, H, S, D]``, directly on the pages."""
-        stores = self.keys, self.values
         return ops.paged_attention(
-            q, *(store.data for store in stores), *(store.scale for store in stores),
+            q, self.keys.data, self.values.data, self.keys.scale, self.values.scale,
             self.places.table, self.places.sequences, *window, scale,
         )  # fmt: skip
 
