@@ -67,11 +67,8 @@ def _copy(op: OpOverload, x: Tensor, source: Tensor, non_blocking: bool = False)
 
 @implements(
     *overloads("normal_", "uniform_", "cauchy_", "exponential_", "geometric_", "log_normal_"),
-    *overloads("random_"),
+    *overloads("random_", "fill_", "zero_"),
     aten.bernoulli_.float,
-    aten.fill_.Scalar,
-    aten.fill_.Tensor,
-    aten.zero_.default,
 )
 def _overwrite(op: OpOverload, x: Tensor, *args: object, **kwargs: object) -> Tensor:
     args = tuple(decoded(a) if isinstance(a, Tensor) else a for a in args)
