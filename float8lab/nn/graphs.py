@@ -529,7 +529,6 @@ def _is_plain(x: object) -> TypeGuard[Tensor]:
 
 
 def _index_of(x: object, tensors: Sequence[Tensor]) -> int | None:
-    """Return the index of this tensor among ``tensors``, or None."""
     return next((index for index, tensor in enumerate(tensors) if tensor is x), None)
 
 

@@ -141,7 +141,6 @@ class ScalingState:
 
 
 def _counted(keys: Sequence[object]) -> str:
-    """Return the number of keys and the first two keys."""
     if not keys:
         return "0"
     more = ", ..." if len(keys) > 2 else ""

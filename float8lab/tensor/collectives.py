@@ -129,7 +129,6 @@ def _padded(data: Tensor, size: int) -> Tensor:
 
 
 def _rank_and_size(group: ScriptObject) -> tuple[int, int]:
-    """Return this process's rank in the group, and the number of ranks."""
     ranks = dist.ProcessGroup.unbox(group)
     return ranks.rank(), ranks.size()
 
@@ -566,8 +565,7 @@ def _into_out(op: OpOverload, x: Tensor, *args: object, out: Tensor) -> Tensor:
 @implements(*overloads("broadcast", "broadcast_", namespace=functional))
 def _broadcast_functional(op: OpOverload, x: Float8Tensor, source: int, group: str) -> Float8Tensor:
     result = x if op._schema.is_mutable else x.map(torch.empty_like)
-    data = _pack(_with_rows(x))
-    data = functional.wait_tensor(functional.broadcast(data, source, group))
+    data = functional.wait_tensor(functional.broadcast(_pack(_with_rows(x)), source, group))
     _receive([_with_rows(result)], [data])
     return result
 

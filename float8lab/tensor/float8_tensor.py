@@ -32,7 +32,6 @@ PLAIN = frozenset(
 """Tensor types that may appear in an op beside a Float8Tensor. Any other subclass (such as DTensor)
 handles the op first, and calls it a second time on the Float8Tensors inside it."""
 
-
 View = TypeVar("View", bound=Callable[..., object])
 
 

@@ -23,7 +23,6 @@ __all__: list[str] = []
 
 aten = torch.ops.aten
 
-
 _Function = Callable[[Tensor], Tensor]
 
 
@@ -37,7 +36,6 @@ def _make_like(
 
 
 def _replace_size(block: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ...]:
-    """Replace the size of dimension ``dim`` in ``block`` by other sizes."""
     return (*block[:dim], *sizes, *block[dim + 1 :])
 
 

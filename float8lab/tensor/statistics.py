@@ -358,7 +358,6 @@ def kinds_of(data: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
 
 @functools.cache
 def _codes_of_kinds(dtype: torch.dtype) -> dict[str, list[int]]:
-    """Return the codes of each of ``KINDS``."""
     data = torch.arange(16 if dtype == E2M1 else 256, dtype=torch.uint8, device="cpu")
     return {kind: data[mask].tolist() for kind, mask in kinds_of(data, dtype).items()}
 

@@ -26,7 +26,6 @@ __all__ = [
     "is_plain", "mask_of", "tensors_of", "unpacked",
 ]  # fmt: skip
 
-
 _PARTS = ("query_layer", "key_layer", "value_layer")
 
 

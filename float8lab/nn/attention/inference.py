@@ -24,7 +24,6 @@ from float8lab.recipes.region import capturing
 
 __all__ = ["InferenceParams", "Step", "positions_reached"]
 
-
 _CACHE_DTYPES = (*HIGH_PRECISION_DTYPES, torch.float64, *FP8_DTYPES)
 
 
@@ -286,7 +285,6 @@ class InferenceParams:
             return cached
 
     def _step_of_rows(self, rows: int, tokens: int) -> Step:
-        """Return the step of a call on rows in step."""
         slots = tuple(range(self.batch_size_offset, self.batch_size_offset + rows))
         return Step(slots, (self.sequence_len_offset,) * rows, (tokens,) * rows)
 

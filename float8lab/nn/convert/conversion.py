@@ -165,7 +165,6 @@ def checked_options(recipe: Any, filter_fn: Any, exclude: Any, overrides: Any) -
 
 
 def _require_all(model: nn.Module, plan: ConversionPlan, freezing: Freezing) -> None:
-    """Raise if any request cannot be met."""
     empty = not plan.layers and not plan.runs_fp8_attention()
     lines = [
         *[f"  a {type(model).__name__} without a linear layer"] * empty,
@@ -209,7 +208,6 @@ def _choose_all_gather(
 
 
 def _register_hooks(model: nn.Module, walk: ModelWalk, layers: Sequence[LayerPlan]) -> None:
-    """Give the model the hooks that its converted layers need."""
     if any(plan.recipe is not None and plan.recipe.linear.delayed for plan in layers):
         make_region_of_calls(model, walk.modules)
     if any(plan.candidate.layer is not model for plan in layers):
@@ -218,7 +216,6 @@ def _register_hooks(model: nn.Module, walk: ModelWalk, layers: Sequence[LayerPla
 
 
 def _warn_of_nothing(model: nn.Module, plan: ConversionPlan) -> None:
-    """Warn that a conversion has converted no layer, with the commonest reason."""
     text = f"convert_to_float8 found no linear layer in a {type(model).__name__}."
     if plan.layers:
         note, count = Counter(layer.note for layer in plan.layers).most_common(1)[0]
