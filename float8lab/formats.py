@@ -331,9 +331,8 @@ class Spec:
         if self.per_tensor:
             return "tensor"
         names: dict[tuple[int, ...], str] = {(1, -1): "row", (-1, 1): "column"}
-        return names.get(
-            self.block[-2:], "x".join("all" if b == -1 else str(b) for b in self.block)
-        )
+        sizes = "x".join("all" if b == -1 else str(b) for b in self.block)
+        return names.get(self.block[-2:], sizes)
 
     @property
     def storage(self) -> str:
