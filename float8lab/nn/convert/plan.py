@@ -207,6 +207,8 @@ def _choose_recipes(plans: Sequence[LayerPlan]) -> tuple[list[LayerPlan], list[s
     """Choose a recipe or high precision for plans with ``Auto``, and predict their total times."""
     layers = list(plans)
     automatic = [(index, plan.auto) for index, plan in enumerate(plans) if plan.auto is not None]
+    if not automatic:
+        return layers, []
     predictions = [_predict(plans[index], auto) for index, auto in automatic]
     recipes = choose(predictions)
     times_by_choice: dict[Auto, list[tuple[Parts, Parts]]] = {}
