@@ -38,6 +38,7 @@ PLAIN = frozenset(
 )
 """Types whose values cannot change."""
 
+_Aliases = dict[int, nn.Parameter]
 _Result = TypeVar("_Result")
 
 
@@ -103,7 +104,8 @@ class Recorded:
     def record_forward(self, unit: Unit, capture: _Capture) -> None:
         """Record the forward."""
         versions = [version_of(t) for t in unit.sample]
-        self._replay_forward, self.outputs = capture(partial(self._run_forward, unit))
+        run = partial(self._run_forward, unit, self._aliases)
+        self._replay_forward, self.outputs = capture(run)
         self.differentiable = [y.requires_grad for y in self._live]
         if not self.exact:
             return
@@ -115,8 +117,8 @@ class Recorded:
         if sum(self.differentiable) > 1:
             raise RuntimeError("several of its outputs have a gradient")
 
-    def _run_forward(self, unit: Unit) -> list[Tensor]:
-        with _autocast(torch.is_autocast_enabled("cuda")), _holding(unit.module, self._aliases):
+    def _run_forward(self, unit: Unit, aliases: _Aliases) -> list[Tensor]:
+        with _autocast(torch.is_autocast_enabled("cuda")), _holding(unit.module, aliases):
             result = unit.run(unit.sample)
         self._returns_tensor = isinstance(result, Tensor)
         leaves, self._spec = tree_flatten(result)
@@ -129,16 +131,18 @@ class Recorded:
         has_backward = self.parameters or any(t.requires_grad for t in unit.sample)
         if has_backward and any(self.differentiable):
             self.dys = [torch.zeros_like(y) if y.requires_grad else None for y in self._live]
-            run = partial(self._run_backward, unit)
+            run = partial(self._run_backward, unit, self._aliases)
             self.backward, (self._gradients, self._joined_gradients) = capture(run)
         self._live, self._aliases = [], {}
 
-    def _run_backward(self, unit: Unit) -> tuple[list[Tensor | None], Tensor | None]:
+    def _run_backward(
+        self, unit: Unit, aliases: _Aliases
+    ) -> tuple[list[Tensor | None], Tensor | None]:
         """Compute each tensor's gradient; those of parameters may be joined into one tensor."""
         outputs = [(y, g) for y, g in zip(self._live, self.dys, strict=True) if g is not None]
-        tensors = (*unit.sample, *self._aliases.values())
+        tensors = (*unit.sample, *aliases.values())
         leaves = [t for t in tensors if t.requires_grad]
-        with _autocast(False), _holding(unit.module, self._aliases):  # for recomputations
+        with _autocast(False), _holding(unit.module, aliases):  # for recomputations
             inputs = [*leaves, *self.parameters] if self.allow_unused else leaves
             # With ``retain_graph`` the backward does not overwrite the tensors that it reads.
             computed = torch.autograd.grad(
@@ -382,7 +386,7 @@ def _alias(parameter: nn.Parameter) -> nn.Parameter:
 
 
 @contextmanager
-def _holding(module: nn.Module, aliases: dict[int, nn.Parameter]) -> Iterator[None]:
+def _holding(module: nn.Module, aliases: _Aliases) -> Iterator[None]:
     """Replace modules' parameters by their aliases, which are listed by the parameter's id."""
     replaced = [
         (m, name, parameter)
