@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar, NamedTuple, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -127,11 +127,16 @@ class TensorParallel:
     rank: int = 0
     call_number: list[int] = field(default_factory=list, compare=False, repr=False)
     """The number of the layer in its group's order of first calls, once it has been called."""
+    settings: tuple[object, ...] = field(default=(), compare=False, repr=False)
+    """The first arguments, with names in place of groups, which a compiled graph can hold."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.group.group_name)
         object.__setattr__(self, "size", dist.get_world_size(self.group))
         object.__setattr__(self, "rank", dist.get_rank(self.group))
+        values = [getattr(self, field.name) for field in fields(self)[1:8]]
+        scale_groups = tuple(group.group_name for group in self.scale_groups)
+        object.__setattr__(self, "settings", (self.name, *values, scale_groups))
 
     def __deepcopy__(self, memo: object) -> TensorParallel:
         return self  # a group cannot be copied

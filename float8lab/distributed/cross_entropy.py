@@ -11,6 +11,7 @@ from torch import Tensor
 from float8lab import arguments
 from float8lab.distributed.ranks import all_reduced, rank_and_size
 from float8lab.ops import cross_entropy_backward_op, cross_entropy_statistics_op
+from float8lab.recipes.reduction import group_named, name_of_group
 from float8lab.tensor import Float8Tensor
 from float8lab.tensor.differentiation import AutogradContext, Float8Function, once_differentiable
 
@@ -91,8 +92,9 @@ def parallel_cross_entropy(  # noqa: PLR0913  # the parameters are Transformer E
         )
     x = inp.dequantize() if isinstance(inp, Float8Tensor) else inp
     loss, log_sum = _CrossEntropy.run(
-        x.reshape(-1, x.shape[-1]), target.reshape(-1), group, ignore_idx, smoothing, z_loss
-    )
+        x.reshape(-1, x.shape[-1]), target.reshape(-1), name_of_group(group), ignore_idx, smoothing,
+        z_loss,
+    )  # fmt: skip
     loss = loss.sum() / (target != ignore_idx).sum() if reduce_loss else loss.view(target.shape)
     return (loss, log_sum.view(target.shape)) if return_log_sum_exp else loss
 
@@ -102,21 +104,21 @@ class _CrossEntropy(Float8Function):
 
     @staticmethod
     def forward(
-        ctx: AutogradContext, logits: Tensor, target: Tensor, group: dist.ProcessGroup | None,
-        ignored: int, smoothing: float, z_loss: float,
+        ctx: AutogradContext, logits: Tensor, target: Tensor, group: str, ignored: int,
+        smoothing: float, z_loss: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        rank, ranks = (0, 1) if group is None else rank_and_size(group)
+        rank, ranks = rank_and_size(group_named(group)) if group else (0, 1)
         words = logits.shape[1]
         V = words * ranks
         column = target.long() - rank * words
         largest, exp_sum, target_logit, logit_sum = cross_entropy_statistics_op(logits, column)
-        if group is not None and ranks > 1:
-            name, local = group.group_name, largest
-            largest = all_reduced(local, "max", name)
+        if ranks > 1:
+            local = largest
+            largest = all_reduced(local, "max", group)
             # A shard whose logits are all -inf adds 0, even if this is so for all shards.
             exp_sum = torch.where(exp_sum == 0, 0.0, exp_sum * (local - largest).exp())
             sums = torch.stack([exp_sum, target_logit, logit_sum])
-            exp_sum, target_logit, logit_sum = all_reduced(sums, "sum", name)
+            exp_sum, target_logit, logit_sum = all_reduced(sums, "sum", group)
         log_sum = largest + exp_sum.log()
         loss = log_sum - target_logit
         if smoothing:

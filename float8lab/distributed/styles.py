@@ -2,9 +2,8 @@
 
 Torch's own ``ColwiseParallel`` and ``RowwiseParallel`` also run a converted layer's GEMMs in FP8,
 but move activations between ranks in high precision. The styles here have the names and arguments
-of torchao's, in ``torchao.float8.float8_tensor_parallel``, with the same meaning. The layer casts
-its operands first and then gathers them: one byte per element, and scales. A layer that stays in
-high precision gathers in high precision.
+of torchao's. The layer casts its operands first and then gathers them: one byte per element, and
+scales. A layer that stays in high precision gathers in high precision.
 
 Importing this file imports DTensor, which takes as long as all of float8lab; ``import float8lab``
 does not import this file.
@@ -33,6 +32,8 @@ class Float8ColwiseParallel(ColwiseParallel):
     tensor, by default ``Replicate()``; ``output_layouts``, the placement of the output, by default
     ``Shard(-1)``; ``use_local_output``, whether the output is a plain tensor.
 
+    Source: torchao, ``torchao.float8.float8_tensor_parallel``, whose names and meaning these are.
+
     >>> from torch.distributed.tensor import Shard
     >>> Float8ColwiseParallel(input_layouts=Shard(1)).input_layouts
     (Shard(dim=1),)
@@ -55,6 +56,8 @@ class Float8RowwiseParallel(RowwiseParallel):
     Arguments are those of ``RowwiseParallel``: ``input_layouts``, the placement of a plain input
     tensor, by default ``Shard(-1)``; ``output_layouts``, the placement of the output, by default
     ``Replicate()``; ``use_local_output``, whether the output is a plain tensor.
+
+    Source: torchao, ``torchao.float8.float8_tensor_parallel``, whose names and meaning these are.
 
     >>> from torch.distributed.tensor import Shard
     >>> Float8RowwiseParallel(output_layouts=Shard(1)).output_layouts
@@ -82,6 +85,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         fwd_config_submodule_fqn: accepted but ignored.
 
     The other arguments are those of ``PrepareModuleInput``.
+
+    Source: torchao, ``torchao.float8.float8_tensor_parallel``, whose names and meaning these are.
 
     >>> from torch.distributed.tensor import Replicate, Shard
     >>> how = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}

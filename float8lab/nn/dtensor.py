@@ -31,7 +31,7 @@ from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import Float8Spec
 from float8lab.nn.casts import plain
 from float8lab.nn.gemm import Saved, backward, forward, output_dtype
-from float8lab.nn.main_grad import fused_weight
+from float8lab.nn.main_grad import fused_weights
 from float8lab.nn.precision import Call, CallOptions
 from float8lab.ops import as_matrix
 from float8lab.recipes.recipe import LinearPlan
@@ -148,19 +148,20 @@ class WeightPlacement:
             )
         recipe = layer._fp8.active_recipe()
         plan = None if recipe is None else recipe.linear
-        placed = _decide_placements(self, x, weight, plan, layer.output_layout)
-        if tuple(x.placements) != placed.x:
-            x = x.redistribute(placements=placed.x)
+        sharing, tokens = _decide_sharing(self, x, weight, plan, layer.output_layout)
+        placements = sharing.placements(x)[0]
+        if tuple(x.placements) != placements:
+            x = x.redistribute(placements=placements)
         options = CallOptions(
             first_microbatch,
-            fused_weight(layer, weight),
-            placed.tokens,
-            self.parallel_of_token_shards if placed.tokens is not None else None,
+            fused_weights(layer, weight),
+            tokens,
+            self.parallel_of_token_shards if tokens is not None else None,
         )
         call = layer._fp8.begin(x.to_local(), weight, training=layer.training, options=options)
         if call is None:
             return self._run_in_high_precision(layer, x, weight, bias)
-        y = _Linear.run(x, weight, bias, call, placed)
+        y = _Linear.run(x, weight, bias, call, sharing)
         if call.is_region:
             layer._fp8.end(call)
         return y
@@ -181,78 +182,72 @@ class WeightPlacement:
         return nn.functional.linear(x, weight, bias)  # type: ignore[return-value]
 
 
-class _Placements(NamedTuple):
-    """The placements of a call's tensors, their local shapes, and the tokens if sharded."""
+class _Sharing(NamedTuple):
+    """How ranks share the tensors of a call; a graph can hold it, since it has no placements."""
 
-    x: tuple[Placement, ...]
-    y: tuple[Placement, ...]
-    dx: tuple[Placement, ...]
-    dw: tuple[Placement, ...]
-    db: tuple[Placement, ...]
-    tokens: ShardMap | None
+    axis: int
+    """The dimension of the mesh over which the weight is sharded."""
+    mode: str | None
+    token_dim: int | None
+    """The dimension in which x, or a row parallel layer's y, is a shard of tokens on the axis."""
     y_shape: tuple[int, ...]
     dx_shape: tuple[int, ...]
 
+    def placements(self, x: DTensor) -> list[tuple[Placement, ...]]:
+        """Return the placements of x, y, dx, dw and db, given an x that is placed elsewhere.
 
-def _decide_placements(
+        Over other dimensions than the axis, ranks have either their own tokens or the same tokens.
+        """
+        features, replicated, tokens = Shard(x.ndim - 1), Replicate(), None
+        base: list[Placement] = [
+            p if p.is_shard() and not p.is_shard(features.dim) else replicated for p in x.placements
+        ]
+        data = [Partial() if p.is_shard() else replicated for p in base]  # for sums over tokens
+        if self.token_dim is not None:
+            tokens = Shard(self.token_dim)
+        on_axis: list[Placement] = [replicated] * 5
+        if self.mode == "column":
+            on_axis = [tokens or replicated, features, Partial(), Shard(0), Shard(0)]
+        elif self.mode == "row":
+            y, db = (Partial(), replicated) if tokens is None else (tokens, Partial())
+            on_axis = [features, y, features, Shard(1), db]
+        around: list[Sequence[Placement]] = [base, base, base, data, data]
+        return [
+            tuple(p if i == self.axis else placement for i, placement in enumerate(base_placements))
+            for p, base_placements in zip(on_axis, around, strict=True)
+        ]
+
+
+def _decide_sharing(
     placement: WeightPlacement, x: DTensor, weight: DTensor, plan: LinearPlan | None,
     output: Placement | None,
-) -> _Placements:  # fmt: skip
-    """Decide placements. ``output`` is the placement that a row parallel layer returns, or None."""
-    last, axis, parallel = x.ndim - 1, placement.axis, placement.parallel
+) -> tuple[_Sharing, ShardMap | None]:  # fmt: skip
+    """Decide how ranks share a call, and return the shard map of its tokens if they are sharded.
+
+    ``output`` is the placement that a row parallel layer returns, or None.
+    """
+    axis, parallel = placement.axis, placement.parallel
     mode = None if parallel is None else parallel.mode
     N, K = weight.to_local().shape
-    # Over other dimensions than the axis, ranks have either their own tokens or the same tokens.
-    base: list[Placement] = [
-        p if p.is_shard() and not p.is_shard(last) else Replicate() for p in x.placements
-    ]
-    data = [Partial() if p.is_shard() else Replicate() for p in base]  # for sums over tokens
-    shared = base[axis] if mode == "column" else output if mode == "row" else None
-    unsharded = _local_shape(x, base, axis)
-    y_shape, tokens = [*unsharded], None
-    if shared is None or parallel is None:
-        shared = Replicate()
-    elif shared.is_shard() and not shared.is_shard(last):
+    shared = x.placements[axis] if mode == "column" else output if mode == "row" else None
+    unsharded = _local_shape(x, axis)
+    y_shape, tokens, dim = [*unsharded], None, None
+    if parallel is not None and shared is not None and shared.is_shard():
         dim = cast("Shard", shared).dim % x.ndim
-        is_free = not any(i != axis and p.is_shard(dim) for i, p in enumerate(base))
-        tokens = _tokens(unsharded, dim, parallel, plan) if is_free else None
+        is_free = not any(i != axis and p.is_shard(dim) for i, p in enumerate(x.placements))
+        if is_free and dim != x.ndim - 1:
+            tokens = _tokens(unsharded, dim, parallel, plan)
         if tokens is not None and mode == "row":
             y_shape[dim] = tokens.length
-
-    def placed(placement: Placement, around: Sequence[Placement] = base) -> tuple[Placement, ...]:
-        return tuple(placement if i == axis else p for i, p in enumerate(around))
-
-    on_axis = _placements_on_axis(mode, Shard(last), None if tokens is None else shared)
-    x_on_axis, y_on_axis, dx_on_axis, dw_on_axis, db_on_axis = on_axis
-    return _Placements(
-        x=placed(x_on_axis), y=placed(y_on_axis), dx=placed(dx_on_axis),
-        dw=placed(dw_on_axis, data), db=placed(db_on_axis, data), tokens=tokens,
-        y_shape=(*y_shape[:-1], N), dx_shape=(*unsharded[:-1], K),
-    )  # fmt: skip
+    shapes = (*y_shape[:-1], N), (*unsharded[:-1], K)
+    return _Sharing(axis, mode, None if tokens is None else dim, *shapes), tokens
 
 
-def _placements_on_axis(
-    mode: str | None, features: Placement, tokens: Placement | None
-) -> list[Placement]:
-    """Return the placements of x, y, dx, dw and db on the axis over which the weight is sharded.
-
-    ``tokens`` is the placement of x, or of a row parallel layer's y, if it is a shard of tokens.
-    """
-    replicated = Replicate()
-    if mode == "column":
-        return [tokens or replicated, features, Partial(), Shard(0), Shard(0)]
-    if tokens is not None:
-        return [features, tokens, features, Shard(1), Partial()]
-    if mode == "row":
-        return [features, Partial(), features, Shard(1), replicated]
-    return [replicated] * 5
-
-
-def _local_shape(x: DTensor, placements: Sequence[Placement], axis: int) -> list[int]:
+def _local_shape(x: DTensor, axis: int) -> list[int]:
     """Return the shape of ``x`` on a rank that has all of ``x`` along the mesh's ``axis``."""
     shape = list(x.shape)
-    for i, placement in enumerate(placements):
-        if i != axis and placement.is_shard():
+    for i, placement in enumerate(x.placements):
+        if i != axis and placement.is_shard() and not placement.is_shard(x.ndim - 1):
             ranks, rank = x.device_mesh.size(i), x.device_mesh.get_local_rank(i)
             dim = cast("Shard", placement).dim
             shape[dim] = ShardMap.of(shape[dim], ranks, rank).length
@@ -274,7 +269,7 @@ class _Linear(Float8Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: DTensor, weight: DTensor, bias: DTensor | None, call: Call, placed: _Placements
+        ctx: Any, x: DTensor, weight: DTensor, bias: DTensor | None, call: Call, sharing: _Sharing
     ) -> DTensor:
         local, w = x.to_local(), weight.to_local()
         b = None if bias is None else bias.to_local()
@@ -283,30 +278,31 @@ class _Linear(Float8Function):
             needs=ctx.needs_input_grad[:2], dtype=output_dtype(local), inp=x,
         )  # fmt: skip
         ctx.save_for_backward(*saved)
-        ctx.call, ctx.placed, ctx.mesh = call, placed, x.device_mesh
+        ctx.call, ctx.dx_shape, ctx.mesh = call, sharing.dx_shape, x.device_mesh
+        _, ctx.y_placements, *ctx.placements = sharing.placements(x)
         ctx.unsharded = x.shape, weight.shape, None if bias is None else bias.shape
-        ctx.shape = math.prod(placed.dx_shape[:-1]), *w.shape
+        ctx.shape = math.prod(sharing.dx_shape[:-1]), *w.shape
         ctx.dtypes = x.dtype, w.dtype, None if b is None else b.dtype
-        y = y.view(placed.y_shape)
-        return _as_dtensor(y, ctx.mesh, placed.y, (*x.shape[:-1], weight.shape[0]))
+        y = y.view(sharing.y_shape)
+        return _as_dtensor(y, ctx.mesh, ctx.y_placements, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: DTensor) -> tuple[DTensor | None, ...]:
-        call, placed, needs = ctx.call, ctx.placed, wanted_gradients(ctx)[:3]
+        needs = wanted_gradients(ctx)[:3]
         # A partial output was summed, so each rank needs the full gradient.
-        complete = tuple(Replicate() if p.is_partial() else p for p in placed.y)
+        complete = tuple(Replicate() if p.is_partial() else p for p in ctx.y_placements)
         if tuple(dy.placements) != complete:
             dy = dy.redistribute(placements=complete)
         dx, dw, db = backward(
-            as_matrix(dy.to_local()), None, Saved._make(ctx.saved_tensors), call,
+            as_matrix(dy.to_local()), None, Saved._make(ctx.saved_tensors), ctx.call,
             needs=needs, shape=ctx.shape, dtypes=ctx.dtypes,
         )  # fmt: skip
-        dx = None if dx is None else dx.reshape(placed.dx_shape)
+        dx = None if dx is None else dx.reshape(ctx.dx_shape)
         return *(
             None if local is None else _as_dtensor(local, ctx.mesh, placements, shape)
             for local, placements, shape in zip(
-                (dx, dw, db), (placed.dx, placed.dw, placed.db), ctx.unsharded, strict=True
+                (dx, dw, db), ctx.placements, ctx.unsharded, strict=True
             )
         ), None, None  # fmt: skip
 

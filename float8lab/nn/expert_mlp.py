@@ -18,7 +18,7 @@ from float8lab.nn.gemm import output_dtype
 from float8lab.nn.grouped_function import GroupedFunction, calibrate_experts
 from float8lab.nn.grouped_linear import offsets_of
 from float8lab.nn.layer import GemmDef, GemmModule
-from float8lab.nn.main_grad import fused_weight, plain_weight
+from float8lab.nn.main_grad import fused_weights, plain_weight
 from float8lab.nn.parameters import InitMethod, MovedInPlace
 from float8lab.nn.precision import NO_OPTIONS, Call, CallOptions, Precision
 from float8lab.ops import as_matrix
@@ -82,14 +82,14 @@ class ExpertsBase(MovedInPlace):
     def _begin_layer(
         self, precision: Precision, x: Tensor, weight: Tensor, first_microbatch: bool | None
     ) -> Call | None:
-        fused, held = fused_weight(self, weight), self._held_experts()
+        fused, held = fused_weights(self, weight), self._held_experts()
         options = NO_OPTIONS
-        if any(option is not None for option in (first_microbatch, fused, held)):
-            weights = None if fused is None else (fused,)
-            options = CallOptions(first_microbatch, weights, experts=held)
+        if fused or first_microbatch is not None or held is not None:
+            options = CallOptions(first_microbatch, fused, experts=held)
         call = precision.begin(x, weight, training=self.training, options=options)
         count, expected = weight.shape[0], precision.experts if held is None else len(held)
-        if call is not None and call.scales.are_given and count != expected:
+        recipe = None if count == expected else precision.active_recipe()
+        if recipe is not None and recipe.linear.delayed:
             raise NotImplementedError(
                 f"weights must be those of all {precision.experts} experts under DelayedScaling, "
                 f"or DTensors with Shard(0); got plain ones of {count}, and nothing says which "

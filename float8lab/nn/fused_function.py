@@ -171,7 +171,7 @@ class NormLinearFunction(Float8Function):
         )
         y, saved = forward(
             front_data.source, weight, bias, call,
-            needs=(needs_dx, needs_dw), dtype=dtype, inp=front_data.value,
+            needs=(needs_dx, needs_dw), dtype=dtype, written=front_data.value,
         )  # fmt: skip
         ctx.save_for_backward(*front_data.saved, *saved)
         ctx.front, ctx.call, ctx.dtype, ctx.x_shape = front, call, dtype, x.shape
@@ -238,8 +238,8 @@ class _Mlp(Float8Function):
         offsets = front_data.offsets
         h, saved1 = forward(
             front_data.source, fc1_weight, fc1_bias, call.fc1,
-            needs=(needs_dx, needs_dw1), dtype=dtype, inp=front_data.value, recomputes=recomputes,
-            offsets=offsets,
+            needs=(needs_dx, needs_dw1), dtype=dtype, written=front_data.value,
+            recomputes=recomputes, offsets=offsets,
             save_memory=offsets is not None and is_memory_of_parameter(fc1_weight),
         )  # fmt: skip
         y, saved2 = forward(

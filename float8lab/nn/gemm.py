@@ -167,25 +167,27 @@ def _saved_value(value: Value | None) -> Value:
 class _FpropCasts:
     """How fprop casts x: rowwise for itself, and columnwise for wgrad if that operand is saved.
 
-    Recorded launches compare these objects by identity, so eager mode makes equal ones only once.
+    Recorded launches compare these objects by identity, so equal ones are made only once.
     """
 
     __slots__ = ("keeps_gathered", "recipe", "specs")
 
-    def __init__(self, recipe: Recipe, specs: Orientations, keeps_gathered: bool) -> None:
-        self.recipe, self.specs, self.keeps_gathered = recipe, specs, keeps_gathered
+    def __init__(self, recipe: int, specs: Orientations, keeps_gathered: bool) -> None:
+        self.recipe = recipe_numbered(recipe)
+        self.specs, self.keeps_gathered = specs, keeps_gathered
 
 
-_fprop_casts_once = functools.lru_cache(maxsize=1024)(_FpropCasts)
+_fprop_casts = functools.lru_cache(maxsize=1024)(_FpropCasts)
 
 
+@functools.lru_cache(maxsize=1024)
 def _decide(
-    recipe: Recipe, needs: tuple[bool, bool], casts_for_backward: bool, is_prologue: bool,
+    recipe: int, needs: tuple[bool, bool], casts_for_backward: bool, is_prologue: bool,
     recomputes: bool, requantizes_weight: bool, keeps_gathered: bool, gathers_before_cast: bool,
-    requantizes_x: bool = False, *, make_casts: Callable[..., _FpropCasts] = _FpropCasts,
+    requantizes_x: bool,
 ) -> tuple[SavePolicy, _FpropCasts, bool]:  # fmt: skip
-    """Decide by ``save_policy`` what is saved, how x is cast, and whether the weight is cast."""
-    plan = recipe.linear
+    """Decide what is saved, how x is cast, and whether the weight is cast."""
+    plan = recipe_numbered(recipe).linear
     policy = save_policy(
         plan, (True, True) if casts_for_backward else needs, is_prologue=is_prologue,
         recomputes=recomputes, requantizes_x=requantizes_x, requantizes_weight=requantizes_weight,
@@ -196,17 +198,8 @@ def _decide(
     else:
         rowwise = None if plan.fprop is None else plan.fprop.left
         columnwise = plan.wgrad.right if plan.wgrad and policy.x is Keep.FP8_DATA else None
-    specs = Orientations(rowwise, columnwise)
-    casts_weight = plan.fprop is not None or policy.w is not Keep.NOTHING
-    return policy, make_casts(recipe, specs, policy.x is Keep.GATHERED), casts_weight
-
-
-@functools.lru_cache(maxsize=1024)
-def _decide_once(
-    recipe: int, needs: tuple[bool, bool], *flags: bool
-) -> tuple[SavePolicy, _FpropCasts, bool]:
-    """Decide in eager mode, once for every combination, with a recipe given by its number."""
-    return _decide(recipe_numbered(recipe), needs, *flags, make_casts=_fprop_casts_once)
+    casts = _fprop_casts(recipe, Orientations(rowwise, columnwise), policy.x is Keep.GATHERED)
+    return policy, casts, plan.fprop is not None or policy.w is not Keep.NOTHING
 
 
 # fprop.
@@ -225,8 +218,8 @@ class _Fprop(NamedTuple):
 def forward(
     x: Tensor | Prologue, weight: Tensor, bias: Tensor | None, call: Call, *,
     needs: tuple[bool, bool], dtype: torch.dtype, inp: Tensor | None = None,
-    recomputes: bool = False, offsets: Offsets | None = None, save_memory: bool = False,
-    has_origin: bool = False,
+    written: Tensor | None = None, recomputes: bool = False, offsets: Offsets | None = None,
+    save_memory: bool = False, has_origin: bool = False,
 ) -> tuple[Tensor, Saved]:  # fmt: skip
     """Compute ``x @ weight.T + bias``, ``[M, N]``, and return it with the tensors to save.
 
@@ -235,8 +228,8 @@ def forward(
         weight: ``[N, K]``, ordinary or a Float8Tensor.
         bias: ``[N]`` or None.
         needs: whether the gradients of x and of the weight are needed.
-        inp: if x is a matrix, the layer's input, of which x has the values; if x is a prologue,
-            its values, where they are written anyway.
+        inp: if x is a matrix, the layer's input, of which x has the values.
+        written: if x is a prologue, its values, where they are written anyway.
         recomputes: also save what ``recompute_forward`` needs, if x is a prologue.
         offsets: the offsets of experts' rows; then weight and bias are those of E experts, and rows
             beyond the last offset give zeros.
@@ -247,22 +240,21 @@ def forward(
     """
     plan, comm, is_prologue = call.plan, call.comm, isinstance(x, Prologue)
     is_parameter = type(weight) is nn.Parameter and call.first_microbatch is None
-    requantizes = is_parameter or (save_memory and not keeps_fp8_data(weight, call))
-    comm_flags = comm.keeps_gathered, comm.gathers_x_first
-    flags = call.casts_for_backward, is_prologue, recomputes, requantizes, *comm_flags
-    if call.in_graph:
-        requantizes_x = _requantizes_input(x, call, offsets)
-        policy, casts, casts_weight = _decide(call.recipe, needs, *flags, requantizes_x)
-    else:
-        policy, casts, casts_weight = _decide_once(call.recipe.number, needs, *flags, has_origin)
+    saves_weight = save_memory and not keeps_fp8_data(weight, call)
+    policy, casts, casts_weight = _decide(
+        call.recipe.number, needs, call.casts_for_backward, is_prologue, recomputes,
+        saves_weight or is_parameter or call.weight_is_alive, comm.keeps_gathered,
+        comm.gathers_x_first,
+        _requantizes_input(x, call, offsets) if call.in_graph else has_origin,
+    )  # fmt: skip
     specs = casts.specs
-    computed = inp if is_prologue and inp is not None else x
+    computed = x if written is None else written
     matrix: Matrix = computed if offsets is None else Groups.of(computed, offsets)
     value = comm.gather(value_of(matrix)) if comm.gathers_x_first and any(specs) else matrix
 
     # Everything that depends on the state of the module comes before the GEMM, or after it.
     amaxes = amaxes_of_shards(value, weight, call) if comm.is_sharded else (None, None)
-    source = input_source(value, None if is_prologue else inp, specs, call, amaxes[0])
+    source = input_source(value, inp, specs, call, amaxes[0])
     w_source = weight_source(weight, call, amaxes[1]) if casts_weight else WeightSource()
     run: Any = _fprop
     if (x if isinstance(x, Tensor) else x.inputs[0]).is_cuda:
@@ -287,7 +279,7 @@ def _requantizes_input(x: Tensor | Prologue, call: Call, offsets: Offsets | None
     """
     if isinstance(x, Prologue) or offsets is not None or call.comm.is_sharded or call.watched:
         return False
-    return x.numel() >= call.plan.recast_size
+    return bool(x.numel() >= call.plan.recast_size)
 
 
 def _show_forward(x: Matrix, specs: Orientations, w: Tensor, fprop: _Fprop, call: Call) -> None:
@@ -340,14 +332,13 @@ def _fprop(
         keep_gathered: return the x gathered over ranks, whether or not it is saved.
     """
     plan, (rowwise, columnwise) = casts.recipe.linear, casts.specs
-    epsilon = float(plan.epsilon)
     if x_quantized is None:
         x_quantized = Quantized()
         if rowwise or columnwise:
-            x_quantized = quantize(x, rowwise, columnwise, x_params, epsilon)
+            x_quantized = quantize(x, rowwise, columnwise, x_params, plan.epsilon)
     w_quantized = weight.quantized or Quantized()
     if weight.high_precision is not None:
-        w_quantized = quantize(weight.high_precision, plan.w, None, weight.params, epsilon)
+        w_quantized = quantize(weight.high_precision, plan.w, None, weight.params, plan.epsilon)
     if plan.fprop is None:
         return _Fprop(None, x_quantized, w_quantized)
     a, b = x_quantized.rowwise, w_quantized.rowwise
@@ -399,7 +390,7 @@ def recompute_forward(
         weight = _saved_value(saved.weight)
         params = scales.requant_params(saved.w_scale, saved.w_requant)
         source = WeightSource(plain(weight), params) if params else weight_source(weight, call)
-    casts = _FpropCasts(call.recipe, Orientations(None, None), False)
+    casts = _fprop_casts(call.recipe.number, Orientations(None, None), False)
     fprop = _fprop(
         value, casts, None, x_quantized, source, bias, features, x.dtype, call.comm, call.watched
     )
@@ -533,12 +524,11 @@ def backward(
     """
     if isinstance(dy, Tensor) and (call.in_graph or call.watched or call.cast_parallel is not None):
         dy = Gradient(dy, call, needs=needs, offsets=offsets)
-    for_dx = for_dw = None
+    for_dx, for_dw, fused = None, None, call.fused_weights
     if needs[1]:
         if call.comm.is_sharded and call.plan.wgrad:  # first, so that it travels during dgrad
             operand = _wgrad_operand(x, saved, call, call.plan.wgrad.right)
-        weight = call.fused_weight[0] if isinstance(call.fused_weight, tuple) else call.fused_weight
-        dw_dtype = dtypes[1] if weight is None else weight.main_grad.dtype
+        dw_dtype = fused[0].main_grad.dtype if fused else dtypes[1]
         params, x_scale = None, saved.x_scale
         if saved.x is None or saved.x.dtype not in FP8_DTYPES:
             params, x_scale = call.scales.requant_params(x_scale, saved.x_requant), None
@@ -557,9 +547,9 @@ def backward(
         grads = run(dy, None, params, for_dx, for_dw, db_dtype, *context)
     else:
         grads = _gradients_of_cast(dy, for_dx, for_dw, db_dtype, call, shape, offsets)
-    if call.fused_weight is not None and grads.dw is not None:
+    if fused and grads.dw is not None:
         overwrite = call.first_microbatch is True
-        dw = accumulate(call.fused_weight, grads.dw, overwrite=overwrite, has_gradient=has_gradient)
+        dw = accumulate(fused, grads.dw, overwrite=overwrite, has_gradient=has_gradient)
         grads = grads._replace(dw=dw)
     return grads
 
@@ -683,7 +673,7 @@ def _gradients(
             value = _saved_value(dy)
             matrix = value if offsets is None else Groups.of(value, offsets)
             dbias_is_free = db_dtype is not None and (offsets is not None or all(specs))
-            cast_dy = quantize(matrix, *specs, params, float(plan.epsilon), dbias_is_free)
+            cast_dy = quantize(matrix, *specs, params, plan.epsilon, dbias_is_free)
     rowwise, columnwise, _, dbias = cast_dy
     del cast_dy
     if for_dx is not None:
@@ -735,8 +725,8 @@ def _dgrad(
     if operand is None and weight.data is not None and weight.scale is not None:
         operand = transposed(weight.data, weight.scale)
     elif operand is None:
-        params, epsilon = weight.params, float(plan.epsilon)
-        operand = quantize(_saved_value(value), None, dgrad.right, params, epsilon).columnwise
+        value = _saved_value(value)
+        operand = quantize(value, None, dgrad.right, weight.params, plan.epsilon).columnwise
     is_forward_cast = weight.scale is not None or weight.params is not None
     if watching is not None and not (is_forward_cast or plan.fprop) and offsets is None:
         show_cast(_saved_value(value).t(), operand, dgrad.right, W, watching, only_in_backward=True)
@@ -766,7 +756,7 @@ def _wgrad(
     if operand is None and x.data is not None and x.scale is not None:
         operand = Operand(x.data, x.scale.float())
     elif operand is None:
-        operand = _cast_input(x, wgrad.right, float(plan.epsilon), offsets)
+        operand = _cast_input(x, wgrad.right, plan.epsilon, offsets)
     dy, operand = (x.gather() if isinstance(x, TokenShard) else x for x in (dy, operand))
     if watching is not None:
         show_gemm("wgrad", watching, dy, operand)

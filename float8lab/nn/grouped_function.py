@@ -16,16 +16,15 @@ from float8lab.nn.expert_parameters import is_memory_of_parameter
 from float8lab.nn.gemm import Saved, backward, forward, output_dtype
 from float8lab.nn.precision import Call, Precision, call_under
 from float8lab.ops import Groups, Offsets
-from float8lab.ops.declare import is_traced
 from float8lab.recipes.recipe import Float8CurrentScaling
 from float8lab.recipes.region import STATE
 from float8lab.tensor import differentiation
 
 __all__ = ["GroupedFunction", "calibrate_experts"]
 
-_HIGH_PRECISION = Float8CurrentScaling(override_linear_precision=(True, True, True))
-_EAGER_CALL, _CALL_IN_GRAPH = call_under(_HIGH_PRECISION), call_under(_HIGH_PRECISION)
-_CALL_IN_GRAPH.in_graph = True
+_CALL_IN_HIGH_PRECISION = call_under(
+    Float8CurrentScaling(override_linear_precision=(True, True, True))
+)
 
 
 class GroupedFunction(differentiation.Float8Function):
@@ -53,7 +52,7 @@ class GroupedFunction(differentiation.Float8Function):
         save_memory: bool = False, count: int = 0, *parameters: Tensor,
     ) -> Tensor:  # fmt: skip
         offsets = Offsets(offs, None) if call is None else Offsets.of(offs, x.shape[0])
-        call = call or (_CALL_IN_GRAPH if is_traced() else _EAGER_CALL)
+        call = call or _CALL_IN_HIGH_PRECISION
         ctx.counts = count, len(parameters) - count
         y, saved = forward(
             x, weight, bias, call, needs=_join_needs(ctx.needs_input_grad, ctx.counts)[:2],

@@ -18,7 +18,7 @@ from float8lab.nn.casts import plain
 from float8lab.nn.expert_parameters import ExpertMemory, expert_names, fit_state_dict, lay_together
 from float8lab.nn.grouped_function import GroupedFunction, calibrate_experts
 from float8lab.nn.layer import GemmModule
-from float8lab.nn.main_grad import fused_weight, plain_weight
+from float8lab.nn.main_grad import fused_weights, plain_weight
 from float8lab.nn.parallel import OverlapArguments, parallel_size
 from float8lab.nn.parameters import GetRngStateTracker, InitMethod, draw_from_tracker
 from float8lab.nn.precision import NO_OPTIONS, Call, CallOptions, Precision
@@ -241,13 +241,13 @@ class GroupedLinear(GemmModule):
         fused: tuple[Tensor, ...] = ()
         if self.fuse_wgrad_accumulation:
             trained = (w for w in weights if w.requires_grad)
-            fused = tuple(w for w in trained if fused_weight(self, w) is not None)
+            fused = tuple(w for w in trained if fused_weights(self, w))
         at_once = bool(fused) and len(fused) == len(weights)
         if at_once and not (self.single_grouped_weight or is_traced()):
             at_once = bool(self._stacked("weight", weights)[1])
         options = NO_OPTIONS
         if at_once or first_microbatch is not None or held is not None:
-            options = CallOptions(first_microbatch, fused if at_once else None, experts=held)
+            options = CallOptions(first_microbatch, fused if at_once else (), experts=held)
         call = self._fp8.begin(x, weights[0], training=self.training, options=options)
         if call is None and (self.fuse_wgrad_accumulation or type(weights[0]) not in _PLAIN):
             weights = [plain_weight(self, w, first_microbatch) for w in weights]

@@ -23,7 +23,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
+from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import Spec
 from float8lab.ops import Groups, Prologue
 from float8lab.ops.cast import cast_outputs, groups_of
@@ -32,10 +34,10 @@ from float8lab.ops.operand import Operand, Quantized
 from float8lab.recipes.delayed import Factors, QuantParams, SlotFactors
 from float8lab.recipes.recipe import recipe_numbered
 from float8lab.recipes.reduction import group_named
-from float8lab.recipes.region import come_after_in_graph, static_tensor
+from float8lab.recipes.region import come_after_op, static_tensor
 from float8lab.tensor.operands import Matrix, quantize
 
-__all__ = ["GraphState", "cast_in_graph", "new_handle"]
+__all__ = ["CallInGraph", "cast_in_graph", "new_handle"]
 
 
 class _Handles:
@@ -52,25 +54,36 @@ def new_handle(owner: Any, device: torch.device) -> Tensor:
     return handle
 
 
-class GraphState(NamedTuple):
-    """The facts of a call that a graph holds; it looks up all other facts when it runs."""
+class CallInGraph(NamedTuple):
+    """The tensors, numbers and names by which a compiled graph holds a ``Call``."""
 
-    handle: Tensor
-    """The tensor that stands for the module's ``Precision``."""
+    handle: Tensor | None
+    """Under delayed scaling the tensor that stands for the module's ``Precision``."""
     recipe: int
     """The number of the recipe."""
     group: str
     """The name of the process group that reduces amaxes; empty without a group."""
     record: bool
     """Whether amaxes are recorded."""
+    clock: Tensor | None
+    """``PROCESS.clock``, under delayed scaling."""
     in_forward: Sequence[bool]
     """Whether forward casts each of the layer's tensors."""
     first_expert: int
     """The first of the module's experts that this rank has."""
+    is_region: bool
+    casts_for_backward: bool
+    weight_is_alive: bool
+    first_microbatch: bool | None
+    fused_weights: tuple[tuple[Tensor, dict[str, object]], ...]
+    """The weights whose gradients go into their ``main_grad``, with this and other attributes."""
+    tokens: ShardMap | None
+    parallel: tuple[object, ...] | None
+    """The ``settings`` of the layer's ``TensorParallel``."""
 
 
 def cast_in_graph(
-    x: Matrix, index: int, state: GraphState, rowwise: Spec | None, columnwise: Spec | None,
+    x: Matrix, index: int, call: CallInGraph, rowwise: Spec | None, columnwise: Spec | None,
     dbias: bool, align: int,
 ) -> Quantized:  # fmt: skip
     """Cast a layer's tensor in a graph; its specs have one scale and the same format."""
@@ -78,12 +91,12 @@ def cast_in_graph(
     assert spec is not None, "one of the two"
     matrix = ("", [x], x.dtype) if isinstance(x, Tensor) else x[:3]
     q, factors, q_t, column_sums = _cast_op(
-        *matrix, *state[:3], index, state.record, _next_number(), spec.fp8_dtype, align,
+        *matrix, *call[:3], index, call.record, _next_number(), spec.fp8_dtype, align,
         rowwise is not None, columnwise is not None, dbias,
-        *(x[3:] if isinstance(x, Groups) else (None, None)), state.first_expert,
+        *(x[3:] if isinstance(x, Groups) else (None, None)), call.first_expert,
     )  # fmt: skip
-    if state.record and state.in_forward[index]:
-        come_after_in_graph(factors)  # so that the region is closed after this cast
+    if call.record and call.in_forward[index]:
+        come_after_op(call.clock, factors)  # so that the region is closed after this cast
     scale, encode = factors[:, 0], factors[:, 4]
     if isinstance(x, Groups) or (isinstance(x, Tensor) and x.ndim == 3):
         scale, encode = scale.view(-1, 1, 1), encode.view(-1, 1, 1)
@@ -99,13 +112,10 @@ class _Casts:
 
 def _next_number() -> int:
     """Number a cast within its graph, so that equal graphs are equal to a compiler's cache."""
-    graph = torch._guards.TracingContext.get()
+    if (graph := TracingContext.try_get()) is None:
+        return 0  # a backend that compiles nothing runs the graph
     number = _Casts.counts[graph] = _Casts.counts.get(graph, 0) + 1
     return number
-
-
-# The mark that torch.compiler.assume_constant_result sets, whose use would import the compiler.
-_next_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Results(NamedTuple):

@@ -29,7 +29,7 @@ from float8lab.distributed.shard_map import ShardMap
 from float8lab.nn import parallel, parameters
 from float8lab.nn.casts import joined, spec_of_experts
 from float8lab.nn.gemm import output_dtype
-from float8lab.nn.main_grad import fused_weight
+from float8lab.nn.main_grad import fused_weights
 from float8lab.nn.norm import check_norm
 from float8lab.nn.norm_function import NormKind, normalize
 from float8lab.nn.parameters import InitMethod, MovedInPlace
@@ -282,7 +282,7 @@ class GemmModule(MovedInPlace, Shardable, parallel.TensorParallelModule):
         """Decide how a GEMM on a weight runs for the module's input; None is high precision."""
         options = NO_OPTIONS
         if self.fuse_wgrad_accumulation or first_microbatch is not None or tokens is not None:
-            options = CallOptions(first_microbatch, fused_weight(self, weight), tokens)
+            options = CallOptions(first_microbatch, fused_weights(self, weight), tokens)
         return precision.begin(x, weight, training=self.training, options=options)
 
     def extra_repr(self) -> str:

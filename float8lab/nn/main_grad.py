@@ -14,24 +14,22 @@ from float8lab.arguments import shown
 from float8lab.nn.casts import plain
 from float8lab.tensor.differentiation import GradientMap
 
-__all__ = ["accumulate", "fused_weight", "plain_weight"]
+__all__ = ["accumulate", "fused_weights", "plain_weight"]
 
 
 def accumulate(
-    weight: Any, dw: Tensor, *, overwrite: bool, has_gradient: Sequence[bool] = ()
+    weights: tuple[Any, ...], dw: Tensor, *, overwrite: bool, has_gradient: Sequence[bool] = ()
 ) -> Tensor | None:
-    """Add (or, in a first microbatch, write) the gradient into ``weight.main_grad``.
+    """Add (or, in a first microbatch, write) the gradient into ``main_grad`` of the weights.
 
-    For experts, ``weight`` is a tuple of a single weight of all experts, or of each expert's
-    weight, of which those whose ``has_gradient`` is False stay unchanged.
+    There is one weight, or that of each expert, of which those whose ``has_gradient`` is False stay
+    unchanged.
 
     The result is the gradient for autograd, usually None. A weight with ``grad_added_to_main_grad``
     gets a tensor of arbitrary values, or of zeros with ``weight.zero_out_wgrad``: the hooks of
     Megatron's data parallelism set that attribute to False, and expect a tensor to throw away.
     """
-    weights, grads = (weight,), [dw]
-    if isinstance(weight, tuple):
-        weights, grads = weight, [dw] if weight[0].ndim == dw.ndim else list(dw.unbind())
+    grads = [dw] if weights[0].ndim == dw.ndim else list(dw.unbind())
     if not all(has_gradient):
         grads = [*itertools.compress(grads, has_gradient)]
         weights = tuple(itertools.compress(weights, has_gradient))
@@ -50,11 +48,11 @@ def accumulate(
     return make(dw.shape, dtype=marked[0].dtype, device=dw.device)
 
 
-def fused_weight(module: nn.Module, weight: Tensor) -> Tensor | None:
-    """Return the weight if its gradient goes into ``main_grad``, else None."""
+def fused_weights(module: nn.Module, weight: Tensor) -> tuple[Tensor, ...]:
+    """Return the weight in a tuple, which is empty unless the gradient goes into ``main_grad``."""
     grad: object = getattr(weight, "main_grad", None) if module.fuse_wgrad_accumulation else None
     if grad is None:
-        return None
+        return ()
     shapes = weight.shape, (weight.numel(),)
     if not (isinstance(grad, Tensor) and grad.is_floating_point() and grad.shape in shapes):
         raise TypeError(
@@ -62,7 +60,7 @@ def fused_weight(module: nn.Module, weight: Tensor) -> Tensor | None:
             f"{tuple(weight.shape)}, or flat, to which fuse_wgrad_accumulation adds the gradient; "
             f"got {shown(grad)}. Set None to have the gradient in weight.grad."
         )
-    return weight
+    return (weight,)
 
 
 def plain_weight(
@@ -72,9 +70,9 @@ def plain_weight(
 
     With ``as_main`` it has the dtype of ``main_grad``, in which a GEMM then gives the gradient.
     """
-    fused: Any = fused_weight(module, weight)
-    if fused is None or not (fused.requires_grad and torch.is_grad_enabled()):
+    fused: Any = fused_weights(module, weight)
+    if not (fused and weight.requires_grad and torch.is_grad_enabled()):
         return plain(weight)
-    value = plain(weight).to(fused.main_grad.dtype) if as_main else plain(weight)
-    into_main = partial(accumulate, (fused,), overwrite=first_microbatch is True)
+    value = plain(weight).to(fused[0].main_grad.dtype) if as_main else plain(weight)
+    into_main = partial(accumulate, fused, overwrite=first_microbatch is True)
     return GradientMap.run(value, lambda value: value.view_as(value), into_main)

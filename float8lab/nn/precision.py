@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,14 @@ from float8lab.distributed.comm import ONE_GPU, OneGpu, Sharded, TensorParallel,
 from float8lab.distributed.fsdp.weight import WeightCast
 from float8lab.distributed.shard_map import ShardMap
 from float8lab.formats import HIGH_PRECISION_DTYPES
-from float8lab.nn.in_graph import GraphState, new_handle
+from float8lab.nn.in_graph import CallInGraph, new_handle
 from float8lab.nn.scales import DY, DelayedScales, GraphScales, ScaleSource, W, X
 from float8lab.ops import Groups, Prologue, as_matrix
 from float8lab.ops.declare import is_traced
 from float8lab.recipes.delayed import RECORDED, DelayedSlots, SlotFactors
-from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe
+from float8lab.recipes.recipe import DelayedScaling, LinearPlan, Recipe, recipe_numbered
 from float8lab.recipes.recording import CHECKPOINTS, NO_BACKWARD, Recording
-from float8lab.recipes.reduction import channel, name_of_group, reducing_group
+from float8lab.recipes.reduction import channel, group_named, name_of_group, reducing_group
 from float8lab.recipes.region import (
     DEFAULT_RECIPE,
     PROCESS,
@@ -60,8 +60,8 @@ class CallOptions(NamedTuple):
 
     first_microbatch: bool | None = None
     """The user's ``is_first_microbatch``."""
-    fused_weight: Any = None
-    """A weight whose gradient goes into its ``main_grad``."""
+    fused_weights: tuple[Any, ...] = ()
+    """The weights whose gradients go into their ``main_grad``."""
     tokens: ShardMap | None = None
     """The shard map of the module's tokens, under sequence parallelism."""
     parallel: TensorParallel | None = None
@@ -86,11 +86,14 @@ class Call:
         in_graph: whether a compiled graph is being traced.
         watched: whether an observer watches the call; never in a compiled graph.
         casts_for_backward: a forward that saves nothing casts for backward too, to record amaxes.
+        weight_is_alive: in a graph, whether the weight is a parameter in high precision, or a view
+            of one, and so is alive until backward anyway.
     """
 
     __slots__ = (
-        "cast_parallel", "casts_for_backward", "comm", "first_microbatch", "fused_weight",
+        "cast_parallel", "casts_for_backward", "comm", "first_microbatch", "fused_weights",
         "in_graph", "is_region", "plan", "precision", "recipe", "scales", "watched",
+        "weight_is_alive",
     )  # fmt: skip
 
     def __init__(
@@ -104,17 +107,54 @@ class Call:
         self.cast_parallel = scales.parallel
         self.comm = comm
         self.first_microbatch = options.first_microbatch
-        self.fused_weight = options.fused_weight
+        self.fused_weights = options.fused_weights
         self.is_region = record and STATE.region is None
         saves_nothing = record and not torch.is_grad_enabled()
         self.casts_for_backward = saves_nothing and self.plan.fprop is None
-        self.in_graph = torch.compiler.is_compiling() and is_traced()
-        self.watched = not self.in_graph and PROCESS.observer is not None
+        self.in_graph = self.weight_is_alive = False  # unless a graph sets them
+        self.watched = PROCESS.observer is not None
 
     def repetition(self, options: CallOptions) -> Call:
         """Return the call by which activation checkpointing recomputes this call."""
         scales = self.scales.repetition() if isinstance(self.scales, DelayedScales) else self.scales
         return Call(self.recipe, self.precision, scales, self.comm, options)
+
+
+class _CallInGraph(CallInGraph):
+    """Makes a ``Call`` where a graph runs."""
+
+    def unpacked(self) -> Call:
+        """Return the call, which belongs to no module."""
+        for weight, attributes in self.fused_weights:
+            vars(weight).update(attributes)
+        parallel = None
+        if self.parallel is not None:
+            group, *values, scale_groups = cast("Any", self.parallel)
+            values.append(tuple(map(group_named, scale_groups)))
+            parallel = TensorParallel(group_named(group), *values)
+        weights = tuple(weight for weight, _ in self.fused_weights)
+        options = CallOptions(self.first_microbatch, weights, self.tokens, parallel)
+        delayed = None if self.handle is None else self
+        call = call_under(recipe_numbered(self.recipe), delayed, options)
+        call.in_graph, call.watched = True, False
+        call.is_region, call.casts_for_backward = self.is_region, self.casts_for_backward
+        call.weight_is_alive = self.weight_is_alive
+        return call
+
+
+_OF_FUSED_WEIGHTS = "main_grad", "grad_added_to_main_grad", "zero_out_wgrad"
+
+
+def _with_attributes(weight: Tensor) -> tuple[Tensor, dict[str, object]]:
+    """Return a fused weight, and the attributes that it has in eager mode only.
+
+    ``grad_added_to_main_grad`` is set here, since a graph cannot set it in backward.
+    """
+    marked = getattr(weight, "grad_added_to_main_grad", True)
+    if not marked and weight.requires_grad and torch.is_grad_enabled():
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    names = (name for name in _OF_FUSED_WEIGHTS if hasattr(weight, name))
+    return weight, {name: getattr(weight, name) for name in names}
 
 
 class Precision:
@@ -259,7 +299,7 @@ class Precision:
             _refuse_input(x, weight.device)
         record = training or STATE.autocast.calibrating
         if in_graph:
-            return self._begin_in_graph(recipe, options, record)
+            return self._begin_in_graph(recipe, weight, options, record)
         if (region := STATE.region) is not None:
             region.fp8_calls += 1
         if not recipe.linear.delayed:
@@ -276,7 +316,7 @@ class Precision:
 
     def _new_call(
         self, recipe: Recipe, options: CallOptions,
-        delayed: DelayedSlots | GraphState | None = None, *, record: bool = False,
+        delayed: DelayedSlots | CallInGraph | None = None, *, record: bool = False,
     ) -> Call:  # fmt: skip
         """Return a call under current scales, or under the delayed scales of slots or of a graph.
 
@@ -286,33 +326,46 @@ class Precision:
         if parallel is not None and not parallel.casts_only:
             comm = Sharded(parallel, options.tokens, plan)
         if delayed is None:
-            scales = ScaleSource(float(plan.epsilon), parallel)
-        elif isinstance(delayed, GraphState):
-            scales = GraphScales(float(plan.epsilon), parallel, delayed)
+            scales = ScaleSource(plan.epsilon, parallel)
+        elif isinstance(delayed, CallInGraph):
+            scales = GraphScales(plan.epsilon, parallel, delayed)
         else:
             tokens = comm.tokens
             scales = DelayedScales(
-                float(plan.epsilon), parallel, delayed, record=record, experts=options.experts,
+                plan.epsilon, parallel, delayed, record=record, experts=options.experts,
                 is_empty_everywhere=tokens is None or tokens.unsharded_rows == 0,
             )  # fmt: skip
         return Call(recipe, self, scales, comm, options, record=record)
 
-    def _begin_in_graph(self, recipe: Recipe, options: CallOptions, record: bool) -> Call:
+    def _begin_in_graph(
+        self, recipe: Recipe, weight: Tensor, options: CallOptions, record: bool
+    ) -> Call:
         """Begin a call in a traced graph, which reads state only when it runs (``in_graph.py``)."""
-        if not recipe.linear.delayed:
-            return self._new_call(recipe, options)
+        delayed = recipe.linear.delayed
         # Dynamo of torch 2.11 evaluates ``torch.compiler.is_exporting()`` to True.
-        if torch.compiler._is_exporting_flag and not is_exporting():
+        if delayed and torch.compiler._is_exporting_flag and not is_exporting():
             raise NotImplementedError(
                 f"recipe must not be a delayed one inside torch.export; got {recipe}. The program "
                 "would hold no scales: use a recipe of current scales, or float8lab.onnx_export."
             )
-        state = GraphState(
-            self.handle, recipe.number, name_of_group(STATE.autocast.group), record,
-            self.slot_formats(recipe.linear)[1],
+        handle, clock, group = None, None, ""
+        if delayed:
+            handle, clock, group = self.handle, PROCESS.clock, name_of_group(STATE.autocast.group)
+        record, parallel = record and delayed, options.parallel or self.parallel
+        is_own = (weight.ndim == 3) == (self.experts > 1)  # it is no stack of parameters
+        in_graph = _CallInGraph(
+            handle, recipe.number, group, record, clock, self.slot_formats(recipe.linear)[1],
             0 if options.experts is None else options.experts.start,
+            record and STATE.region is None,
+            record and recipe.linear.fprop is None and not torch.is_grad_enabled(),
+            is_own and nn.Parameter in (type(weight), type(weight._base)),
+            options.first_microbatch, tuple(map(_with_attributes, options.fused_weights)),
+            options.tokens, None if parallel is None else parallel.settings,
         )  # fmt: skip
-        return self._new_call(recipe, options, state, record=record)
+        if torch.compiler.is_dynamo_compiling():
+            return in_graph  # type: ignore[return-value]  # it becomes one in the graph
+        (call := in_graph.unpacked()).precision = self
+        return call
 
     def params_in_graph(
         self, recipe: Recipe, group: Any, index: int, record: bool, x: Tensor | Prologue | Groups,
@@ -456,9 +509,15 @@ class Precision:
         return slots
 
 
-def call_under(recipe: Recipe, slots: DelayedSlots | None = None) -> Call:
-    """Return a call without a module: under current scales, or those of ``slots``, unrecorded."""
-    return Precision(recipe, key="")._new_call(recipe, NO_OPTIONS, slots)
+_WITHOUT_MODULE = Precision(key="")
+
+
+def call_under(
+    recipe: Recipe, delayed: DelayedSlots | CallInGraph | None = None,
+    options: CallOptions = NO_OPTIONS,
+) -> Call:  # fmt: skip
+    """Return a call without a module: under current scales, or delayed scales, unrecorded."""
+    return _WITHOUT_MODULE._new_call(recipe, options, delayed)
 
 
 def place_precisions(module: nn.Module) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from float8lab.distributed.comm import TensorParallel
 from float8lab.formats import Spec
-from float8lab.nn.in_graph import GraphState, cast_in_graph
+from float8lab.nn.in_graph import CallInGraph, cast_in_graph
 from float8lab.ops import Groups, Prologue, amax_op, prologue_shape, round_up
 from float8lab.ops.cast import is_cast_at_once
 from float8lab.ops.operand import Operand, Quantized
@@ -240,13 +240,13 @@ class DelayedScales(ScaleSource):
 class GraphScales(ScaleSource):
     """Delayed scales in a compiled graph, where an op looks them up when the graph runs."""
 
-    __slots__ = ("state",)
+    __slots__ = ("call",)
 
     are_given = True
 
-    def __init__(self, epsilon: float, parallel: TensorParallel | None, state: GraphState) -> None:
+    def __init__(self, epsilon: float, parallel: TensorParallel | None, call: CallInGraph) -> None:
         super().__init__(epsilon, parallel)
-        self.state = state
+        self.call = call
 
     def quantize(
         self, x: Matrix, index: int, rowwise: Spec | None, columnwise: Spec | None = None, *,
@@ -256,4 +256,4 @@ class GraphScales(ScaleSource):
             by_rows = self.quantize(x, index, rowwise, dbias=dbias, align=align)
             by_columns = self.quantize(x, index, None, columnwise, align=align)
             return by_rows._replace(columnwise=by_columns.columnwise)
-        return cast_in_graph(x, index, self.state, rowwise, columnwise, dbias, align)
+        return cast_in_graph(x, index, self.call, rowwise, columnwise, dbias, align)

@@ -60,7 +60,7 @@ def is_traced() -> bool:
     Since torch 2.13 ``torch.compiler.is_compiling`` is also true in other threads than the one that
     compiles. Where a call is frequent, ask it first: it is a function of torch and mostly false.
     """
-    return torch.compiler.is_compiling() and (
+    return (
         torch.compiler.is_dynamo_compiling()
         or torch.compiler.is_exporting()
         or TracingContext.try_get() is not None

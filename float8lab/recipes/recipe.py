@@ -82,9 +82,8 @@ class LinearPlan(NamedTuple):
     dy: Spec
     delayed: bool
     """Whether scales come from the amax history instead of from the tensor itself."""
-    epsilon: str
-    """``amax_epsilon`` as text. With ``torch.compile(dynamic=True)`` a float becomes a graph input,
-    which Dynamo does not recognise in a second autograd function."""
+    epsilon: float
+    """The recipe's ``amax_epsilon``."""
     recast_size: int = sys.maxsize
     """The number of elements from which backward recasts x instead of saving its FP8 data."""
 
@@ -214,7 +213,7 @@ class Recipe:
         )
         return LinearPlan(
             fprop, dgrad, wgrad_plan if wgrad else None, x_spec, w_spec, dy_spec, delayed=delayed,
-            epsilon=repr(float(getattr(self, "amax_epsilon", 0.0))), recast_size=_SAVES[self.save],
+            epsilon=float(getattr(self, "amax_epsilon", 0.0)), recast_size=_SAVES[self.save],
         )  # fmt: skip
 
     def __repr__(self) -> str:

@@ -39,7 +39,7 @@ from float8lab.recipes.recording import CHECKPOINTS, NO_BACKWARD, has_ended
 
 __all__ = [
     "DEFAULT_RECIPE", "PROCESS", "STATE", "Autocast", "ModelInit", "Region",
-    "advance_in_graph", "advance_scales", "capturing", "come_after_in_graph", "current_backward",
+    "advance_in_graph", "advance_scales", "capturing", "come_after_op", "current_backward",
     "in_backward", "inside", "saved_tensors_hooks", "set_clock", "static_tensor",
 ]  # fmt: skip
 
@@ -259,12 +259,6 @@ def static_tensor(device: torch.device) -> Tensor:
     return tensor
 
 
-def come_after_in_graph(y: Tensor) -> None:
-    """While a graph is traced, order the op that closes the region after the computation of y."""
-    if PROCESS.clock is not None:
-        _come_after_op(PROCESS.clock, y)
-
-
 def advance_in_graph(groups: Iterable[Any]) -> None:
     """While a graph is traced, add the op that closes the region at this point of the graph."""
     if PROCESS.clock is not None:
@@ -288,7 +282,7 @@ def _empty_output(arguments: Any) -> Tensor:
 
 
 # Both ops claim to write the clock. Nothing reads it, or backward would have to save it.
-_come_after_op = declare(
+come_after_op = declare(
     _come_after, name="come_after", outputs=_empty_output, mutates=("clock",), only_orders=True
 )
 _advance_op = declare(_advance, name="advance", outputs=_empty_output, mutates=("clock",))

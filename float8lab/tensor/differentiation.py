@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.autograd.function import FunctionCtx
+from torch.utils._pytree import tree_map
 
 from float8lab.ops.declare import is_traced
 
@@ -61,11 +64,52 @@ def is_exporting() -> bool:
     return EXPORT.translations is not None
 
 
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Have ``torch.compiler.is_compiling`` be true in a trace, as torch 2.11 has only in Dynamo."""
+    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, is_traced()
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@compiling()
+def _run_in_graph(index: int, *args: object) -> object:
+    """Run a function as a node of Dynamo's graph."""
+    args = tree_map(_unpacked, args, is_leaf=lambda arg: hasattr(arg, "unpacked"))
+    return Float8Function.functions[index].run(*args)
+
+
+def _unpacked(arg: object) -> object:
+    return getattr(arg, "unpacked", lambda: arg)()
+
+
+def _allow_in_graph() -> None:
+    torch.compiler.allow_in_graph(_run_in_graph)
+
+
+# The mark of torch.compiler.assume_constant_result: Dynamo calls the function.
+_allow_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class Float8Function(torch.autograd.Function):
     """Base of the autograd functions of FP8 ops, which the transforms of torch.func cannot take.
 
-    Inside ``onnx_export``, functions for which ONNX has operators run their translations.
+    Inside ``onnx_export``, functions for which ONNX has operators run their translations. In a
+    compiled graph a function is one node, which Dynamo does not read. So its arguments must be
+    tensors, numbers, names, and tuples of these, which may have a method ``unpacked``.
     """
+
+    functions: ClassVar[list[type[Float8Function]]] = []
+    """All functions, by index; the first is ``GradientMap``, which is no node."""
+    index: ClassVar[Callable[[], int]]
+    """Returns the index of the class; a function, since Dynamo reads no attribute of the class."""
+
+    def __init_subclass__(cls) -> None:
+        index = len(Float8Function.functions)
+        Float8Function.functions.append(cls)
+        cls.index = staticmethod(lambda: index)
 
     @classmethod
     def run(cls, *args: object) -> Any:  # the result of ``forward``
@@ -83,6 +127,9 @@ class Float8Function(torch.autograd.Function):
                 "jvp, ...); got a call inside one. Use torch.autograd.grad, and a batch for vmap. "
                 f"{_INSTEAD}"
             )
+        if torch.compiler.is_dynamo_compiling() and (index := cls.index()):
+            _allow_in_graph()
+            return _run_in_graph(index, *args)
         # A program of torch.export has no backward, so it needs no casts for one.
         if torch.is_grad_enabled() and not torch.compiler._is_exporting_flag:
             return cls.apply(*args)
@@ -93,7 +140,10 @@ class Float8Function(torch.autograd.Function):
 
 
 class GradientMap(Float8Function):
-    """A function of one tensor, with a function that maps the output's gradient to the input's."""
+    """A function of one tensor, with a function that maps the output's gradient to the input's.
+
+    Dynamo reads these functions, for a graph cannot hold them as arguments.
+    """
 
     @staticmethod
     def forward(
@@ -115,8 +165,8 @@ def once_differentiable(backward: Callable[..., Result]) -> Callable[..., Result
 
     @functools.wraps(backward)
     def wrapper(ctx: AutogradContext, *gradients: object) -> Result:
-        if torch.compiler.is_compiling() and is_traced():  # nothing differentiates its backward
-            with torch.no_grad():
+        if TracingContext.try_get() is not None:  # nothing differentiates its backward
+            with torch.no_grad(), compiling():
                 return backward(ctx, *gradients)
         is_batched = torch._C._dispatch_tls_is_dispatch_key_included(_VMAP)
         if torch.is_grad_enabled():
@@ -140,8 +190,6 @@ def wanted_gradients(ctx: AutogradContext) -> Any:
     Both are tuples of bools.
     """
     needs = ctx.needs_input_grad
-    if torch.compiler.is_compiling() and is_traced():  # autograd's engine does not run this pass
-        return needs
     nodes = iter([node for node, _ in ctx.next_functions if node is not None])
     wants: list[bool] = []
     for need in needs:

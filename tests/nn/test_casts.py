@@ -155,7 +155,7 @@ def test_an_operand_and_its_transpose_may_have_different_casts():
     plan = LinearPlan(
         GemmPlan(rowwise, rowwise, True), GemmPlan(rowwise, tensorwise, False),
         GemmPlan(tensorwise, tensorwise, False), rowwise, rowwise, rowwise, delayed=False,
-        epsilon="0.0",
+        epsilon=0.0,
     )  # fmt: skip
     recipe = recipes.Float8RowwiseScaling(amax_epsilon=1e-6)  # a value that no other recipe has
     object.__setattr__(recipe, "linear", plan)

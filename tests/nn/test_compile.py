@@ -20,6 +20,7 @@ import float8lab
 from float8lab import recipes
 from float8lab.nn.in_graph import _Handles
 from float8lab.recipes import delayed
+from float8lab.tensor import differentiation
 from tests.nn.models import (
     GPT,
     RECIPES,
@@ -81,6 +82,25 @@ def each_model(**quick):
         if case[0] is gpt or not mark
     ]
     return pytest.mark.parametrize(("make", "name"), params)
+
+
+@pytest.mark.parametrize("name", ["delayed", "block"])
+def test_a_layer_is_one_node_of_the_graph_that_dynamo_makes(name):
+    """Dynamo would take several times as long to read the Python of forward and backward."""
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append(module.graph)
+        return module.forward
+
+    mlp = float8lab.LayerNormMLP(32, 64, device="cpu")
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), mlp, nn.Linear(32, 32))
+    float8lab.convert_to_float8(model, RECIPES[name])
+    torch.compile(model, backend=backend, fullgraph=True)(torch.randn(8, 32)).sum().backward()
+    targets = [node.target for node in graphs[0].nodes if node.op == "call_function"]
+    assert targets.count(differentiation._run_in_graph) == 3
+    others = [t for t in targets if isinstance(t, torch._ops.OperatorBase)]
+    assert others == [torch.ops.float8lab.advance.default] * (name == "delayed")
 
 
 @each_model(gpt=[], feed_forward=["delayed", "block"])

@@ -221,6 +221,6 @@ def test_save_policy_chooses_the_saved_form_of_each_operand(plan, needs, options
 @pytest.mark.parametrize("keeps_gathered", [False, True])
 def test_fprop_keeps_the_gathered_input_for_wgrad_only_if_told(is_prologue, keeps_gathered):
     """Where copies overlap with the GEMM, fprop frees the gathered input unless told to keep it."""
-    flags = False, is_prologue, False, False, keeps_gathered, False
-    _, casts, _ = _decide(RECIPES["current"], BOTH, *flags)
+    flags = False, is_prologue, False, False, keeps_gathered, False, False
+    _, casts, _ = _decide(RECIPES["current"].number, BOTH, *flags)
     assert casts.keeps_gathered is keeps_gathered

@@ -503,6 +503,22 @@ def test_a_compiled_layer_accumulates_into_main_grad(recipe):
     assert torch.equal(compiled.weight.main_grad, layer.weight.main_grad)
 
 
+def test_a_compiled_layer_marks_a_weight_whose_gradient_it_has_accumulated():
+    """Megatron's hooks set the mark to False before each step."""
+    layer = float8lab.Linear(32, 16, bias=False, fuse_wgrad_accumulation=True, device="cpu")
+    layer.weight.main_grad = torch.zeros(16, 32)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    recipe = RECIPES["current"]
+    for is_trained in (False, True):
+        layer.weight.grad_added_to_main_grad = False
+        with torch.set_grad_enabled(is_trained), float8lab.autocast(recipe=recipe):
+            y = compiled(torch.ones(8, 32))
+        assert layer.weight.grad_added_to_main_grad is is_trained
+    y.sum().backward()
+    assert layer.weight.main_grad.any()
+    assert layer.weight.grad.shape == (16, 32)  # to be thrown away
+
+
 @pytest.mark.parametrize(
     ("main_grad", "got"),
     [

@@ -330,7 +330,7 @@ def _cast(
                 params = _params_of_experts(weight, recipe, x, experts.start or 0)
             else:
                 params = QuantParams.of_scale(scale.to(x.device).reshape(1, 1), spec)
-            qdata, scale = quantize(x, spec, None, params, float(recipe.linear.epsilon)).rowwise
+            qdata, scale = quantize(x, spec, None, params, recipe.linear.epsilon).rowwise
         else:
             slots = None
             if isinstance(recipe, DelayedScaling):

@@ -293,7 +293,8 @@ class DotProductAttention(nn.Module, parallel.ContextParallelModule):
             cu_seqlens_kv: the same for key and value; None is ``cu_seqlens_q`` in self attention.
             max_seqlen_q: for thd, the longest sequence, computed if None; unused otherwise.
             max_seqlen_kv: the same for key and value.
-            attn_mask_type: overrides the constructor's argument, like ``window_size``.
+            attn_mask_type: overrides the constructor's argument.
+            window_size: overrides the constructor's argument.
             checkpoint_core_attention: recompute the attention in backward, to save memory.
             core_attention_bias_type: ``no_bias``; ``pre_scale_bias``: the bias is added before the
                 scores are scaled; ``post_scale_bias``: it is added afterwards; ``alibi``.

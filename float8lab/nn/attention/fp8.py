@@ -139,7 +139,7 @@ def fp8_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, call: Call)
 
 
 def _packings(q: Tensor, k: Tensor, problem: Problem) -> tuple[Tensor | None, ...]:
-    """Return ``_packing`` of queries and keys; None for keys that are packed like the queries."""
+    """Return ``_packing`` of queries and keys."""
     packed, padding, kv_padding = problem.packed, problem.mask.q_padding, problem.mask.kv_padding
     sides: tuple[Packed | Tensor, Packed | Tensor]
     if packed is not None:
@@ -148,8 +148,8 @@ def _packings(q: Tensor, k: Tensor, problem: Problem) -> tuple[Tensor | None, ..
         sides, are_alike = (padding, kv_padding), kv_padding is padding
     else:
         return (None,) * 4
-    # Dynamo does not pass a tensor twice to a function.
-    return *_packing(q, sides[0]), *((None, None) if are_alike else _packing(k, sides[1]))
+    of_queries = _packing(q, sides[0])
+    return *of_queries, *(of_queries if are_alike else _packing(k, sides[1]))
 
 
 def _packing(x: Tensor, side: Packed | Tensor) -> tuple[Tensor, Tensor | None]:
@@ -238,8 +238,6 @@ class _Attention(Float8Function):
         cu_seqlens_q: Tensor | None, token_q: Tensor | None, cu_seqlens_k: Tensor | None,
         token_k: Tensor | None, settings: _Settings, call: Call,
     ) -> Tensor | Attended:  # fmt: skip
-        if cu_seqlens_k is None:
-            cu_seqlens_k, token_k = cu_seqlens_q, token_q
         rows = [HeadRows.of(x, token) for x, token in ((q, token_q), (k, token_k), (v, token_k))]
         amaxes = amaxes_over_ranks(call, *rows)
         casts = [cast_operand(rows[i], i, call, amaxes[i]) for i in (Q, K, V)]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from float8lab import ops
-from float8lab.distributed.context_parallel import ContextParallel, TokenRanks
+from float8lab.distributed.context_parallel import ContextParallel
 from float8lab.nn.attention import masks
 from float8lab.nn.attention.arguments import Rules, is_plain
 from float8lab.nn.attention.backends import Problem
@@ -59,7 +59,10 @@ def takes_ring(query: Tensor, value: Tensor, rules: Rules, sizes: Sizes, ranks: 
 class _Ring(NamedTuple):
     """The settings of a call."""
 
-    ranks: TokenRanks
+    group: str  # its name
+    size: int
+    rank: int
+    chunks: int  # of each rank
     gathers: bool
     causal: bool
     scale: float
@@ -69,10 +72,10 @@ class _Ring(NamedTuple):
 
         This rank's come first. The next visit arrives while the caller computes.
         """
-        (size, rank), kv, tokens = (self.ranks.size, self.ranks.rank), _stacked(k, v), k.shape[2]
+        (size, rank), kv, tokens = (self.size, self.rank), _stacked(k, v), k.shape[2]
         vector = kv.flatten().view(torch.uint8)
         if self.gathers:
-            pending = collectives.all_gather_into_tensor(vector, size, self.ranks.name)
+            pending = collectives.all_gather_into_tensor(vector, size, self.group)
         else:
             pending = self.send(kv, 1, tokens)
         for step in range(size):
@@ -91,7 +94,7 @@ class _Ring(NamedTuple):
 
     def visitor(self, step: int) -> int:
         """Return the rank whose keys and values visit this rank at a step."""
-        return (self.ranks.rank - step) % self.ranks.size
+        return (self.rank - step) % self.size
 
     def pair(self, rank: int, visitor: int, tokens: int) -> tuple[slice, slice]:
         """Return which queries of a rank see keys of a visitor, and these; both have ``tokens``.
@@ -101,27 +104,26 @@ class _Ring(NamedTuple):
         """
         if not self.causal or rank == visitor:
             return slice(None), slice(0, tokens)
-        chunks = len(self.ranks.chunks_of(rank))
-        length = tokens // chunks
+        length = tokens // self.chunks
         if visitor < rank:
             return slice(0, tokens), slice(0, length)
-        return slice(length, tokens), slice(0, tokens if chunks > 1 else 0)
+        return slice(length, tokens), slice(0, tokens if self.chunks > 1 else 0)
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of sums; a sum of two values is rounded once in any dtype."""
-        return dtype if self.ranks.size == 2 else torch.promote_types(dtype, torch.float32)
+        return dtype if self.size == 2 else torch.promote_types(dtype, torch.float32)
 
     def send(self, kv: Tensor, distance: int, tokens: int) -> Tensor:
         """Start to send keys and values, ``[2, B, S, G, D]``, to the rank ``distance`` ahead.
 
         The rank that is as far behind sends ``tokens`` tokens, which arrive as bytes.
         """
-        size, rank, vector = self.ranks.size, self.ranks.rank, kv.flatten().view(torch.uint8)
+        size, rank, vector = self.size, self.rank, kv.flatten().view(torch.uint8)
         _, B, _, G, D = kv.shape
         counts = [[0] * size, [0] * size]  # bytes to receive, and to send
         counts[0][(rank - distance) % size] = 2 * B * tokens * G * D * kv.element_size()
         counts[1][(rank + distance) % size] = vector.numel()
-        return collectives.all_to_all_single(vector, *counts, self.ranks.name)
+        return collectives.all_to_all_single(vector, *counts, self.group)
 
 
 def _stacked(k: Tensor, v: Tensor) -> Tensor:
@@ -139,7 +141,9 @@ def ring_attention(
     runs in FP8; None means high precision.
     """
     causal = problem.mask.is_plain_causal(q.shape[2], k.shape[2])
-    ring = _Ring(context.share_tokens, context.gathers, causal, problem.scale)
+    ranks = context.share_tokens
+    shared = ranks.name, ranks.size, ranks.rank, len(ranks.chunks_of(0))
+    ring = _Ring(*shared, context.gathers, causal, problem.scale)
     return _Attention.run(q, k, v, ring, call)
 
 
@@ -195,7 +199,7 @@ class _Attention(Float8Function):
             if step == 0:
                 sums = [x.to(ring.sum_dtype(dout.dtype)) for x in gradients]
                 continue
-            count = ring.pair(ring.visitor(-step), ring.ranks.rank, k.shape[2])[1].stop
+            count = ring.pair(ring.visitor(-step), ring.rank, k.shape[2])[1].stop
             sent = ring.send(_stacked(*gradients[1:]), -step, count)
             sums[0][:, :, queries] += gradients[0]
             _add_arrived(sums[1:], pending, dout.dtype)

@@ -157,7 +157,7 @@ def _reached(outputs: list[Tensor]) -> set[int] | None:
         if "CheckpointFunction" in node.name():  # autograd did not see the ops inside
             return None
         # The leaves of compiled calls, with AOTAutograd or without, are weights of layers that ran.
-        is_compiled = any(name in node.name() for name in ("CompiledFunction", "ApplyTemplate"))
+        is_compiled = any(name in node.name() for name in ("CompiledFunction", "LinearFunction"))
         successors = {n for n, _ in node.next_functions if n is not None} - seen
         next_nodes = [n for n in successors if not is_compiled or not hasattr(n, "variable")]
         nodes += next_nodes
