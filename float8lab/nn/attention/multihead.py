@@ -392,10 +392,8 @@ class MultiheadAttention(nn.Module, parallel.ContextParallelModule):
         size = (self.hidden_size,)
         arguments.check_input("hidden_states", hidden_states, size, "hidden_size", ndim=ndim)
         key_source = self._check_encoder_output(hidden_states, encoder_output)
-        context = self.context_parallel
-        sizes = sizes_of(
-            hidden_states, key_source, self.qkv_format, 1 if context is None else context.ranks.size
-        )
+        ranks = 1 if self.context_parallel is None else self.context_parallel.ranks.size
+        sizes = sizes_of(hidden_states, key_source, self.qkv_format, ranks)
         if self.qkv_format != "thd" and key_source.shape[int(self.qkv_format == "sbhd")] != sizes.B:
             raise ValueError(
                 f"encoder_output must have the {sizes.B} sequences of hidden_states; got shape "

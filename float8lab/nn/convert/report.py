@@ -240,12 +240,8 @@ def emulated_gemms(plan: LinearPlan, device: torch.device) -> list[str]:
 
 def _attention_notes(walk: ModelWalk) -> list[str]:
     """Return notes on whether attention runs in FP8 where recipes ask for it."""
-    asking = [
-        (module, recipe)
-        for module in walk.modules
-        for recipe in recipes_of(module)
-        if asks_for_fp8_attention(recipe)
-    ]
+    pairs = ((module, recipe) for module in walk.modules for recipe in recipes_of(module))
+    asking = [(module, recipe) for module, recipe in pairs if asks_for_fp8_attention(recipe)]
     if count := sum(isinstance(module, DotProductAttention) for module, _ in asking):
         return [f"{count} of {len(walk.attention)} attention modules in FP8"]
     if walk.attention:

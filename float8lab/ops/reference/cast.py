@@ -87,7 +87,8 @@ def cast(
         else:
             q_t, scale_t = _transposed(q), None if scale is None else _transposed(scale)
         return CastResults(q, scale, None, q_t, scale_t, sums)
-    if not has_amax(prologue, block, given):
+    needs_check = amaxes is not None and (prologue or given is not None)
+    if needs_check and not has_amax(prologue, block, given):
         amaxes = None
     if columnwise:
         return CastResults(None, None, amaxes, q, scale, sums)
