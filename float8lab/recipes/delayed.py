@@ -454,7 +454,8 @@ class DelayedSlots:
         pack.forget_live()
         if not isinstance(x, Groups):
             old.copy_(new)
-            self.seeded[index] = pack.seeded[columns] = True
+            pack.seeded[columns].fill_(True)
+            self.seeded[index] = True
             return
         has_rows = x.has_rows()
         old.copy_(torch.where(has_rows, new, old))

@@ -70,8 +70,9 @@ def _mm(left: _Operand, right: _Operand, bias: Tensor | None, out_dtype: torch.d
             return F.linear(a, b, bias).to(out_dtype)
         if a_block[1] == -1 and b_block[1] == -1:
             out = a.float() @ b.float().mT
-            a_scale = expand_scale(a_scale, a_block, (a.shape[-2], 1))
-            b_scale = expand_scale(b_scale, b_block, (b.shape[-2], 1))
+            if a_block[0] > 1 or b_block[0] > 1:
+                a_scale = expand_scale(a_scale, a_block, (a.shape[-2], 1))
+                b_scale = expand_scale(b_scale, b_block, (b.shape[-2], 1))
             # A single scale may have any shape.
             out = out * a_scale * (b_scale if b_scale.ndim < 2 else b_scale.mT)
         else:

@@ -73,7 +73,9 @@ def norm_backward(
         x = dequantize(x, scale, block, dtype)
     shape, rstd = x.shape, rstd.reshape(-1)
     mean = mean.reshape(-1) if mean is not None and center else None
-    wide, g = widen(as_matrix(x)), widen(as_matrix(dy))
+    if x.ndim != 2:
+        dy, x = as_matrix(dy), as_matrix(x)
+    wide, g = widen(x), widen(dy)
     xhat = (wide if mean is None else wide - mean[:, None]) * rstd[:, None]
     dweight = (g * xhat).sum(0)
     dbias = g.sum(0) if center else None
