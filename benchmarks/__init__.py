@@ -15,6 +15,7 @@ attention   torch's backends and FP8 attention
 layer       a Llama-3-8B decoder layer
 model       training steps of 8 of them
 overhead    the CPU time of calls, and how many kernels they launch
+compiling   the CPU time of the first compiled step of linear layers; prints; needs no GPU
 path        functions that a call enters, and the size of the package; prints; needs no GPU
 memory      the memory of a layer and of a stack, and whether many steps need more
 saving      the cost and the freed memory of a recipe's ``save`` in a compiled layer; prints
