@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -134,9 +134,12 @@ class TensorParallel:
         object.__setattr__(self, "name", self.group.group_name)
         object.__setattr__(self, "size", dist.get_world_size(self.group))
         object.__setattr__(self, "rank", dist.get_rank(self.group))
-        values = [getattr(self, field.name) for field in fields(self)[1:8]]
-        scale_groups = tuple(group.group_name for group in self.scale_groups)
-        object.__setattr__(self, "settings", (self.name, *values, scale_groups))
+        settings = (
+            self.name, self.mode, self.sequence_parallel, self.keep_gathered, self.overlap,
+            self.casts_only, self.partial, self.features,
+            tuple(group.group_name for group in self.scale_groups),
+        )  # fmt: skip
+        object.__setattr__(self, "settings", settings)
 
     def __deepcopy__(self, memo: object) -> TensorParallel:
         return self  # a group cannot be copied

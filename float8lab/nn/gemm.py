@@ -240,10 +240,10 @@ def forward(
     """
     plan, comm, is_prologue = call.plan, call.comm, isinstance(x, Prologue)
     is_parameter = type(weight) is nn.Parameter and call.first_microbatch is None
-    saves_weight = save_memory and not keeps_fp8_data(weight, call)
+    saves_memory = save_memory and not keeps_fp8_data(weight, call)
     policy, casts, casts_weight = _decide(
         call.recipe.number, needs, call.casts_for_backward, is_prologue, recomputes,
-        saves_weight or is_parameter or call.weight_is_alive, comm.keeps_gathered,
+        saves_memory or is_parameter or call.weight_is_alive, comm.keeps_gathered,
         comm.gathers_x_first,
         _requantizes_input(x, call, offsets) if call.in_graph else has_origin,
     )  # fmt: skip

@@ -22,9 +22,7 @@ from float8lab.tensor import differentiation
 
 __all__ = ["GroupedFunction", "calibrate_experts"]
 
-_CALL_IN_HIGH_PRECISION = call_under(
-    Float8CurrentScaling(override_linear_precision=(True, True, True))
-)
+_CALL_IN_HIGH_PRECISION = call_under(Float8CurrentScaling(override_linear_precision=(True,) * 3))
 
 
 class GroupedFunction(differentiation.Float8Function):

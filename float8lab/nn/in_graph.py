@@ -55,7 +55,7 @@ def new_handle(owner: Any, device: torch.device) -> Tensor:
 
 
 class CallInGraph(NamedTuple):
-    """The tensors, numbers and names by which a compiled graph holds a ``Call``."""
+    """A ``Call`` with its options, as tensors, numbers and names that a compiled graph can hold."""
 
     handle: Tensor | None
     """Under delayed scaling the tensor that stands for the module's ``Precision``."""

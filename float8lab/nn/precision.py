@@ -142,7 +142,7 @@ class _CallInGraph(CallInGraph):
         return call
 
 
-_OF_FUSED_WEIGHTS = "main_grad", "grad_added_to_main_grad", "zero_out_wgrad"
+_MAIN_GRAD_ATTRIBUTES = "main_grad", "grad_added_to_main_grad", "zero_out_wgrad"
 
 
 def _with_attributes(weight: Tensor) -> tuple[Tensor, dict[str, object]]:
@@ -153,7 +153,7 @@ def _with_attributes(weight: Tensor) -> tuple[Tensor, dict[str, object]]:
     marked = getattr(weight, "grad_added_to_main_grad", True)
     if not marked and weight.requires_grad and torch.is_grad_enabled():
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    names = (name for name in _OF_FUSED_WEIGHTS if hasattr(weight, name))
+    names = (name for name in _MAIN_GRAD_ATTRIBUTES if hasattr(weight, name))
     return weight, {name: getattr(weight, name) for name in names}
 
 

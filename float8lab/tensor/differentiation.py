@@ -65,16 +65,20 @@ def is_exporting() -> bool:
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
+def _compiling() -> Iterator[None]:
     """Have ``torch.compiler.is_compiling`` be true in a trace, as torch 2.11 has only in Dynamo."""
-    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, is_traced()
+    # All threads share the flag. Where another thread has set it, that thread resets it.
+    is_missing = is_traced() and not torch.compiler._is_compiling_flag
+    if is_missing:
+        torch.compiler._is_compiling_flag = True
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag = before
+        if is_missing:
+            torch.compiler._is_compiling_flag = False
 
 
-@compiling()
+@_compiling()
 def _run_in_graph(index: int, *args: object) -> object:
     """Run a function as a node of Dynamo's graph."""
     args = tree_map(_unpacked, args, is_leaf=lambda arg: hasattr(arg, "unpacked"))
@@ -166,7 +170,7 @@ def once_differentiable(backward: Callable[..., Result]) -> Callable[..., Result
     @functools.wraps(backward)
     def wrapper(ctx: AutogradContext, *gradients: object) -> Result:
         if TracingContext.try_get() is not None:  # nothing differentiates its backward
-            with torch.no_grad(), compiling():
+            with torch.no_grad(), _compiling():
                 return backward(ctx, *gradients)
         is_batched = torch._C._dispatch_tls_is_dispatch_key_included(_VMAP)
         if torch.is_grad_enabled():

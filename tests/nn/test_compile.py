@@ -103,6 +103,14 @@ def test_a_layer_is_one_node_of_the_graph_that_dynamo_makes(name):
     assert others == [torch.ops.float8lab.advance.default] * (name == "delayed")
 
 
+def test_a_thread_that_runs_a_graph_leaves_the_flag_of_one_that_compiles(monkeypatch):
+    """Torch 2.13 sets the flag while a thread compiles, for all threads."""
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    with differentiation._compiling():
+        torch.compiler._is_compiling_flag = False  # the other thread ends
+    assert not torch.compiler._is_compiling_flag
+
+
 @each_model(gpt=[], feed_forward=["delayed", "block"])
 def test_a_model_compiles_once_for_one_length_and_once_more_for_all_others(make, name):
     """The block is recomputed; in the next test it keeps its activations."""
