@@ -173,8 +173,11 @@ def setup(venv: Venv, extra: str) -> None:
     if inherited and extra == "examples" and succeeds(venv, "import torch, tqdm, matplotlib"):
         say("nothing to install")  # GPU machines often have no network
     else:
-        pip = [*pip_install(venv, inherited), *venv.requirements, "-e", f".[{extra}]"]
-        step(f"install float8lab[{extra}] and what it needs", *pip)
+        pip = pip_install(venv, inherited)
+        if not stamp:  # some versions that come with Python take a minute longer
+            step("install the newest pip", *pip, "--upgrade", "pip")
+        what = [*venv.requirements, "-e", f".[{extra}]"]
+        step(f"install float8lab[{extra}] and what it needs", *pip, *what)
     words = [wanted, *EXTRAS[extra], *(["inherited"] if inherited else [])]
     venv.stamp.write_text(" ".join(words) + "\n")
 

@@ -509,7 +509,7 @@ def test_weights_stored_in_fp8_train():
     assert all(p.grad is not None for p in layer.parameters())
 
 
-@with_slow({"delayed", "current-dpa"}, "delayed", "current", "block", "current-dpa")
+@with_slow({"current-dpa"}, "delayed", "current", "block", "current-dpa")
 def test_a_small_model_learns_in_fp8_and_in_high_precision(name):
     """The loss of next-token prediction of a fixed sequence falls below 1 in both precisions."""
     losses = {}

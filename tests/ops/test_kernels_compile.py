@@ -8,7 +8,7 @@ import importlib
 import pkgutil
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -852,8 +852,26 @@ def test_paged_attention_compiles_for_hopper_with_wide_loads(name: str, tmp_path
         assert re.search(r"ld\.global\S*\.v4\.b32|cp\.async\S* .*, 0?x?10;", compiled.asm["ptx"])
 
 
+QUICK_ATTENTION = {
+    "attention", "attention-causal", "attention-24-80-e5m2", "attention-one-key",
+    "attention-packed-window", "attention-padded-causal", "attention-192-128-window-packed-float32",
+    "attention-256-window-packed-float32", "attention-backward-causal",
+    "attention-backward-grouped-two-keys-float32", "attention-backward-packed-window-float32",
+    "attention-backward-24-100-packed",
+}  # fmt: skip
+"""Each kind of mask, packing, heads and format is in one of these at least."""
+
+
+def of_attention(names: Iterable[str]) -> list[Any]:
+    """The names as parameters; those that are not in ``QUICK_ATTENTION`` are ``slow``."""
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK_ATTENTION))
+        for name in names
+    ]
+
+
 @counts_registers
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("name", of_attention(ATTENTION))
 def test_attention_compiles_for_hopper_with_few_spills(name: str, tmp_path: Path) -> None:
     *_, launch = launches(ATTENTION[name])
     compiled = compile_launch(launch, 90)
@@ -905,7 +923,7 @@ def check_conversions_read_what_was_written(folder: Path) -> str:
 
 
 @counts_registers
-@pytest.mark.parametrize("name", ATTENTION_BACKWARD)
+@pytest.mark.parametrize("name", of_attention(ATTENTION_BACKWARD))
 def test_attention_backward_compiles_for_hopper_with_few_spills(name: str, tmp_path: Path) -> None:
     """Few registers spill, and ptxas does not wait for each GEMM separately."""
     prepare, *_, largest, keys, queries = launches(ATTENTION_BACKWARD[name])

@@ -488,7 +488,9 @@ def test_prompts_run_fp8_attention():
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "cache_dtype", [pytest.param(None, marks=pytest.mark.slow), torch.float8_e4m3fn], ids=str
+)
 def test_steps_with_a_cache_are_compiled_without_graph_breaks(cache_dtype):
     module = DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", layer_number=1)
     tensors = [[torch.randn(2, n, heads, 16) for heads in (4, 2, 2)] for n in (5, 1)]
