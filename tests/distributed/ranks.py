@@ -6,6 +6,7 @@ session's pool, which run it once, whichever worker of pytest-xdist the test is 
 """
 
 import contextlib
+import gc
 import importlib
 import itertools
 import multiprocessing
@@ -154,6 +155,8 @@ def fork_server_context() -> BaseContext:
 
 
 def _set_up(rank: int, world: int, device_type: str, store: str) -> torch.device:
+    gc.freeze()  # what the fork server has imported stays
+    gc.set_threshold(20_000, 20, 50)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     warnings.filterwarnings("error")

@@ -47,8 +47,9 @@ def check_statistics_of_fsdp2_weights_equal_the_unsharded(ranks: Ranks) -> None:
                 shard = inspect.stats(weight, sharded_original, local=True)
                 blocks = inspect.stats(weight, sharded_original, local=True, per_block=True)
                 inspect.summary(weight)
-                inspect.html(weight)
                 inspect.blocks(weight)
+                if recipe is RECIPES[0] and features == 300:  # its pictures take a second
+                    inspect.html(weight)
             assert not collectives.seen
             rows = weight._local_tensor.shape[0]
             assert shard.shape == (rows, 64)
