@@ -398,7 +398,8 @@ def check_checkpoints_load_on_other_meshes(ranks: Ranks) -> None:
         run(single, x * 3)  # sets delayed scales
         run(model, local_x * 3)
         dcp.save({"model": ModelState(model), "scaling": ScalingState(model)}, checkpoint_id=path)
-        for shape in ((ranks.world, 1), (1, ranks.world), (2, half))[i:]:
+        shapes, on_cpu = ((ranks.world, 1), (1, ranks.world), (2, half)), ranks.device.type == "cpu"
+        for shape in shapes[i : i + 1] if on_cpu else shapes[i:]:
             model = build(shape, 1, recipe, stored)
             state = {"model": ModelState(model), "scaling": ScalingState(model)}
             dcp.load(state, checkpoint_id=path)
@@ -406,9 +407,10 @@ def check_checkpoints_load_on_other_meshes(ranks: Ranks) -> None:
             assert loaded.keys() == expected.keys()
             for name, value in expected.items():
                 assert torch.equal(loaded[name], value), (recipe, stored, shape, name)
-        tp = ranks.mesh(2, half, names=("dp", "tp"))["tp"]
-        x, local_x = inputs(tp, "float8", 2, 8)
-        assert torch.equal(unshard(model(local_x)), single(x))
+            if on_cpu or shape == shapes[-1]:  # a GPU rounds the sums of other shards differently
+                tp = ranks.mesh(*shape, names=("dp", "tp"))["tp"]
+                x, local_x = inputs(tp, "float8", 2, 8)
+                assert torch.equal(unshard(model(local_x)), single(x))
 
 
 @on_ranks(4)
@@ -442,13 +444,16 @@ def check_files_of_ranks_load_on_other_numbers_of_ranks(ranks: Ranks) -> None:
                     parameter.sub_(parameter.grad.sign() * 0.25)
         return [*results, *(unshard(p.detach()) for p in model.parameters())]
 
+    all_changes = ((ranks.world, 2), (2, ranks.world), (ranks.world, 1))
+    on_cpu = ranks.device.type == "cpu"  # there each recipe has one change of the number of ranks
     for i, (recipe, stored, hidden) in enumerate(
         ((RECIPES[1], False, 150), (RECIPES[0], True, HIDDEN), (RECIPES[2], True, 129))
     ):
         single = build(None, recipe, stored, hidden)
         expected = dict.fromkeys(meshes, train(single, range(3)))
-        for size, meshes_of_size in list(meshes.items())[1:]:
-            model = build(meshes_of_size[ranks.rank // size], recipe, stored, hidden)
+        changes = all_changes[i : i + 1] if on_cpu else all_changes[: 3 - i]
+        for size in [changes[0][0]] if on_cpu else [*meshes][1:]:
+            model = build(meshes[size][ranks.rank // size], recipe, stored, hidden)
             train(model, range(2))
             state = {"model": model.state_dict(), "scaling": ScalingState(model).state_dict()}
             if ranks.rank < size:
@@ -456,7 +461,7 @@ def check_files_of_ranks_load_on_other_numbers_of_ranks(ranks: Ranks) -> None:
             if ranks.device.type == "cuda":
                 expected[size] = train(model, range(2, 3))
         dist.barrier()
-        for size, target in ((ranks.world, 2), (2, ranks.world), (ranks.world, 1))[: 3 - i]:
+        for size, target in changes:
             names = [ranks.tmp_path / f"{i}-{size}-{rank}.pt" for rank in range(size)]
             rank_files = [torch.load(name, map_location=ranks.device) for name in names]
             model = build(meshes[target][ranks.rank // target], recipe, stored, hidden, seed=1)
