@@ -859,7 +859,7 @@ QUICK_ATTENTION = {
     "attention-backward-grouped-two-keys-float32", "attention-backward-packed-window-float32",
     "attention-backward-24-100-packed",
 }  # fmt: skip
-"""Each kind of mask, packing, heads and format is in one of these at least."""
+"""The others are the same kernels with other combinations of mask, packing, heads and formats."""
 
 
 def of_attention(names: Iterable[str]) -> list[Any]:
