@@ -1,7 +1,7 @@
-"""Fewer cases than all combinations, for properties that depend on one value or two."""
+"""Fewer cases than all that there are: pairs of values, or the quick ones."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import pytest
@@ -36,3 +36,11 @@ def pairs_first(*axes: Mapping[str, Any]) -> list[Any]:
         label = "-".join(filter(None, names))
         cases.setdefault(label, pytest.param(*values, id=label, marks=pytest.mark.slow))
     return [*cases.values()]
+
+
+def with_slow(quick: Container[str], *names: str) -> pytest.MarkDecorator:
+    """``parametrize`` over these names; all that are not in ``quick`` are ``slow``."""
+    return pytest.mark.parametrize(
+        "name",
+        [pytest.param(name, marks=[pytest.mark.slow] * (name not in quick)) for name in names],
+    )

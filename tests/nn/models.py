@@ -19,14 +19,6 @@ DELAYED = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
 RECIPES = {"delayed": DELAYED, **UNDELAYED}
 
 
-def with_slow(quick, *names):
-    """``parametrize`` over these names of recipes; all that are not in ``quick`` are ``slow``."""
-    return pytest.mark.parametrize(
-        "name",
-        [pytest.param(name, marks=[pytest.mark.slow] * (name not in quick)) for name in names],
-    )
-
-
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 
 

@@ -11,7 +11,8 @@ import float8lab
 from float8lab import recipes
 from float8lab.nn import RotaryPositionEmbedding, TransformerLayer
 from tests.nn import models
-from tests.nn.models import report_of, with_slow
+from tests.nn.models import report_of
+from tests.pairwise import with_slow
 
 HIDDEN, FFN, H, B, S, SE = 32, 48, 4, 2, 6, 5
 

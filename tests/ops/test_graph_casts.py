@@ -17,7 +17,7 @@ import float8lab
 from float8lab.ops import graph_casts
 from float8lab.ops.declare import OPS
 from tests.nn.composition import RECIPES
-from tests.nn.models import with_slow
+from tests.pairwise import with_slow
 
 M, K, N = 64, 96, 160
 

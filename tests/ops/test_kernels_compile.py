@@ -8,7 +8,7 @@ import importlib
 import pkgutil
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +57,7 @@ from float8lab.ops.kernels.cast import cast
 from float8lab.ops.kernels.dequantize import dequantize, transpose
 from tests.ops import forms
 from tests.ops.groups import cast_groups
+from tests.pairwise import with_slow
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
@@ -862,16 +863,8 @@ QUICK_ATTENTION = {
 """The others are the same kernels with other combinations of mask, packing, heads and formats."""
 
 
-def of_attention(names: Iterable[str]) -> list[Any]:
-    """The names as parameters; those that are not in ``QUICK_ATTENTION`` are ``slow``."""
-    return [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK_ATTENTION))
-        for name in names
-    ]
-
-
 @counts_registers
-@pytest.mark.parametrize("name", of_attention(ATTENTION))
+@with_slow(QUICK_ATTENTION, *ATTENTION)
 def test_attention_compiles_for_hopper_with_few_spills(name: str, tmp_path: Path) -> None:
     *_, launch = launches(ATTENTION[name])
     compiled = compile_launch(launch, 90)
@@ -923,7 +916,7 @@ def check_conversions_read_what_was_written(folder: Path) -> str:
 
 
 @counts_registers
-@pytest.mark.parametrize("name", of_attention(ATTENTION_BACKWARD))
+@with_slow(QUICK_ATTENTION, *ATTENTION_BACKWARD)
 def test_attention_backward_compiles_for_hopper_with_few_spills(name: str, tmp_path: Path) -> None:
     """Few registers spill, and ptxas does not wait for each GEMM separately."""
     prepare, *_, largest, keys, queries = launches(ATTENTION_BACKWARD[name])

@@ -19,7 +19,7 @@ from float8lab.optim.master_weights import write_parameters_
 from float8lab.tensor import Float8Tensor, dispatch, quantize
 from tests.copies import saved_and_loaded
 from tests.near_ties import near_ties
-from tests.nn.models import with_slow
+from tests.pairwise import with_slow
 from tests.recorder import Ops, launched
 from tests.same_bytes import assert_same, assert_same_state
 
