@@ -210,10 +210,10 @@ def test_rotary_embeddings_biases_and_checkpointing_reach_the_attention():
 
 @pytest.mark.parametrize("attn_input_format", ["sbhd", "thd"])
 def test_sbhd_and_thd_inputs_equal_bshd(attn_input_format):
-    bshd = build(self_attn_mask_type="padding_causal")
+    bshd = build(self_attn_mask_type="padding_causal").double()
     layer = build(self_attn_mask_type="padding_causal", attn_input_format=attn_input_format)
-    layer.load_state_dict(bshd.state_dict())
-    x, lengths = torch.randn(B, S, HIDDEN), [4, 6]
+    layer.double().load_state_dict(bshd.state_dict())
+    x, lengths = torch.randn(B, S, HIDDEN, dtype=torch.float64), [4, 6]
     call = {
         "cu_seqlens_q": torch.tensor([0, 4, 10], dtype=torch.int32), "max_seqlen_q": S,
         "rotary_pos_emb": RotaryPositionEmbedding(HIDDEN // H, device="cpu")(S),
@@ -224,7 +224,7 @@ def test_sbhd_and_thd_inputs_equal_bshd(attn_input_format):
     else:
         y = layer(torch.cat([x[b, :n] for b, n in enumerate(lengths)]), **call)
         expected = torch.cat([expected[b, :n] for b, n in enumerate(lengths)])
-    assert torch.allclose(y, expected, atol=1e-6)
+    assert torch.allclose(y, expected, rtol=0, atol=1e-12)
 
 
 def test_cross_attention_in_thd_equals_separate_sequences():
