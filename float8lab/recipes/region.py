@@ -164,11 +164,11 @@ class Region:
         if delayed and (self.training or calibrating):
             self.groups[group] = None
 
-    def close(self) -> None:
+    def close(self, *, in_op: bool = False) -> None:
         """Advance all scales, with one launch per recipe, reduction group and device."""
         if self.silent:
             return
-        if torch.compiler.is_compiling() and is_traced():
+        if torch.compiler.is_compiling() and is_traced() and not in_op:
             advance_in_graph(self.groups)
             return
         if RECORDED.packs and not capturing():
@@ -268,7 +268,7 @@ def advance_in_graph(groups: Iterable[Any]) -> None:
 def _advance(clock: Tensor, groups: Sequence[str]) -> Tensor:
     region, STATE.in_graph = STATE.in_graph or Region(), None
     region.groups.update(dict.fromkeys(map(reduction.group_named, groups)))
-    region.close()
+    region.close(in_op=True)  # a compiler may run the graph that it has just traced
     return clock.new_empty(0)
 
 

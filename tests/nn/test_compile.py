@@ -103,6 +103,22 @@ def test_a_layer_is_one_node_of_the_graph_that_dynamo_makes(name):
     assert others == [torch.ops.float8lab.advance.default] * (name == "delayed")
 
 
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_a_backend_may_run_a_graph_when_it_compiles_it(name):
+    ran = []
+
+    def backend(module, inputs):
+        ran.extend(module(*inputs))
+        return module.forward
+
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(8, 32)
+    eager = copy.deepcopy(float8lab.convert_to_float8(model, RECIPES[name]))
+    y = torch.compile(model, backend=backend, fullgraph=True)(x)
+    assert torch.equal(ran[0], eager(x))
+    assert torch.equal(y, eager(x))
+    assert states(model) == states(eager)
+
+
 def test_a_thread_that_runs_a_graph_leaves_the_flag_of_one_that_compiles(monkeypatch):
     """Torch 2.13 sets the flag while a thread compiles, for all threads."""
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
