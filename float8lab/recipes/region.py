@@ -165,7 +165,7 @@ class Region:
             self.groups[group] = None
 
     def close(self, *, in_op: bool = False) -> None:
-        """Advance all scales, with one launch per recipe, reduction group and device."""
+        """Advance all scales, a launch per recipe, group and device; ``in_op``: a graph runs it."""
         if self.silent:
             return
         if torch.compiler.is_compiling() and is_traced() and not in_op:
