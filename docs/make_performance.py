@@ -168,7 +168,8 @@ CHARTS = (
     Chart(
         "performance_pretrain", "A billion parameters",
         "A Llama from scratch, 2000 steps of 16384 bytes of text; "
-        "`benchmarks/pretrain.png` has the curves.",
+        "`benchmarks/pretrain.png` has the curves. The ratio of block is to bfloat16 on another "
+        "GPU, where both ran.",
         "A Llama of a billion parameters, from scratch", STEPS, "run", "tokens/s",
         ("x bfloat16", "peak GB", "validation loss at 2000"), baseline="bfloat16",
     ),
