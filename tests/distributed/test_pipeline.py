@@ -21,7 +21,7 @@ from float8lab.nn.precision import precisions
 from float8lab.recipes import DelayedScaling, Recipe
 from float8lab.recipes.region import in_backward
 from tests.distributed.equality import Step, assert_row
-from tests.distributed.ranks import Ranks, each_check
+from tests.distributed.ranks import Ranks, each_check, slow_check
 from tests.recorder import observing
 
 RECIPE = DelayedScaling(amax_history_len=4, amax_compute_algo="max", power_of_2_scale=False)
@@ -146,29 +146,41 @@ def group_of_one(ranks: Ranks) -> Any:
     return [dist.new_group([rank]) for rank in range(ranks.world)][ranks.rank]
 
 
-def check_region_around_a_step_has_the_scales_of_accumulation(ranks: Ranks) -> None:
-    """The order of microbatches does not matter."""
+def compare_with_accumulation(ranks: Ranks, schedule: str, checkpoint: Any) -> None:
+    """Compare operands and gradients of a schedule in a region with those of the plain loop."""
     group = group_of_one(ranks)
 
     def region() -> float8lab.autocast:
         return float8lab.autocast(recipe=RECIPE, amax_reduction_group=group)
 
+    # Its backward has two halves. Both recompute, and both need the gradient between layers.
+    halves = "ZeroBubble" in schedule
+    run = Run(ranks, schedule, checkpoint)
+    for step in range(STEPS):
+        got, expected = run.step(step, region()), run.plain_step(step, region())
+        assert got
+        for key, operands in got.items():
+            *_, kind, is_recomputed = key
+            if halves and (is_recomputed or kind == "dgrad"):
+                assert set(operands) == set(expected[key]), (schedule, key)
+            else:
+                assert operands == expected[key], (schedule, checkpoint, key)
+        torch.testing.assert_close(run.gradients(), run.plain_gradients(), rtol=0, atol=0)
+        run.zero_grad()
+
+
+def check_region_around_a_step_has_the_scales_of_accumulation(ranks: Ranks) -> None:
+    """The order of microbatches does not matter."""
+    schedules = ("1F1B", "1F1B", "Interleaved1F1B", *ZERO_BUBBLE)
+    for schedule, checkpoint in zip(schedules, CHECKPOINTS, strict=False):
+        compare_with_accumulation(ranks, schedule, checkpoint)
+
+
+@slow_check
+def check_all_schedules_and_checkpoints_have_the_scales_of_accumulation(ranks: Ranks) -> None:
     for schedule in ("1F1B", "Interleaved1F1B", *ZERO_BUBBLE):
-        # Its backward has two halves. Both recompute, and both need the gradient between layers.
-        halves = "ZeroBubble" in schedule
-        for checkpoint in CHECKPOINTS[:3] if not halves else CHECKPOINTS[::3]:
-            run = Run(ranks, schedule, checkpoint)
-            for step in range(STEPS):
-                got, expected = run.step(step, region()), run.plain_step(step, region())
-                assert got
-                for key, operands in got.items():
-                    *_, kind, is_recomputed = key
-                    if halves and (is_recomputed or kind == "dgrad"):
-                        assert set(operands) == set(expected[key]), (schedule, key)
-                    else:
-                        assert operands == expected[key], (schedule, checkpoint, key)
-                torch.testing.assert_close(run.gradients(), run.plain_gradients(), rtol=0, atol=0)
-                run.zero_grad()
+        for checkpoint in CHECKPOINTS[:3] if schedule not in ZERO_BUBBLE else CHECKPOINTS[::3]:
+            compare_with_accumulation(ranks, schedule, checkpoint)
 
 
 def check_table_row_of_pipelines(ranks: Ranks) -> None:
