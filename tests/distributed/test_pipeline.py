@@ -153,7 +153,8 @@ def compare_with_accumulation(ranks: Ranks, schedule: str, checkpoint: Any) -> N
     def region() -> float8lab.autocast:
         return float8lab.autocast(recipe=RECIPE, amax_reduction_group=group)
 
-    # Its backward has two halves. Both recompute, and both need the gradient between layers.
+    # This schedule's backward has two halves. Both recompute, and both need the gradient between
+    # layers.
     halves = "ZeroBubble" in schedule
     run = Run(ranks, schedule, checkpoint)
     for step in range(STEPS):
