@@ -168,8 +168,8 @@ CHARTS = (
     Chart(
         "performance_pretrain", "A billion parameters",
         "A Llama from scratch, 2000 steps of 16384 bytes of text; "
-        "`benchmarks/pretrain.png` has the curves. The ratio of block is to bfloat16 on another "
-        "GPU, where both ran.",
+        "`benchmarks/pretrain.png` has the curves. Block ran on another GPU; its ratio is "
+        "to bfloat16 there.",
         "A Llama of a billion parameters, from scratch", STEPS, "run", "tokens/s",
         ("x bfloat16", "peak GB", "validation loss at 2000"), baseline="bfloat16",
     ),

@@ -74,7 +74,7 @@ def patch_interpreter() -> None:
     # Without a cache, each call of a function in a kernel searches for functions to patch, which
     # takes two fifths of the time.
     interpreter._patch_lang = functools.cache(lambda function: type(patch(function))())
-    # Triton computes for each sum and product whether it overflowed, and asserts only if debugging.
+    # Triton computes whether a sum or product overflowed, but reports it only in debug mode.
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
 
